@@ -1,0 +1,51 @@
+"""The dictionaries that losses and metrics exchange, under Twinkle's keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+if TYPE_CHECKING:
+    from .vocab_parallel import TokenStats, VocabShard
+
+
+class InputFeature(TypedDict, total=False):
+    """One micro-batch (2-D tensors `[b, s]`) or one sample (1-D, `[s]`).
+
+    `labels` are already shifted: `labels[..., i]` is the token that the logits at position `i` must predict; -100 is
+    ignored. A token with `completion_mask` 0 is ignored too; the mask is aligned with the labels.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    completion_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+    length: int
+
+
+class ModelOutput(TypedDict, total=False):
+    """What the model hands to a loss and to the metrics.
+
+    `logits` are `[..., V/tp]`: this rank's vocabulary shard, described by `vocab_shard`. `token_stats` holds what one
+    sweep over those logits found for the aligned labels; `logps` and `entropies` are `[...]` in nats.
+    """
+
+    logits: torch.Tensor
+    logps: torch.Tensor
+    entropies: torch.Tensor
+    vocab_shard: VocabShard
+    token_stats: TokenStats
+    embeddings: torch.Tensor
+    loss: Any
+    num_tokens: Any
+
+
+class LossOutput(TypedDict):
+    """What a loss returns: `num_tokens` 0 says that `loss` is a finished mean, above 0 that it is a sum over that many
+    tokens."""
+
+    loss: torch.Tensor
+    num_tokens: torch.Tensor | int

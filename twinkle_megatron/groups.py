@@ -1,0 +1,135 @@
+"""The process groups of one rank. The only module that reads Megatron's global groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks in `group`; `None` stands for one process."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in `group`; 0 for `None`."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def group_device(group: ProcessGroup | None) -> torch.device:
+    """Where tensors of a collective over `group` have to lie: the current GPU under NCCL, else the CPU."""
+    if group is not None and 'nccl' in dist.get_backend(group):
+        return torch.device('cuda', torch.cuda.current_device())
+    return torch.device('cpu')
+
+
+def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """`row[...]` of every rank, stacked in rank order: `[ranks, ...]`, on the device of `row`. One collective.
+
+    Not differentiable. The result is bitwise the same on all ranks of the group.
+    """
+    n = group_size(group)
+    if n == 1:
+        return row.detach()[None]
+    device = group_device(group)
+    mine = row.detach().to(device).contiguous()
+    out = torch.empty((n, *mine.shape), dtype=mine.dtype, device=device)
+    if device.type == 'cuda':
+        dist.all_gather_into_tensor(out.view(-1), mine.view(-1), group=group)
+    else:
+        dist.all_gather(list(out.unbind(0)), mine, group=group)
+    return out.to(row.device)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Tensor, context, pipeline and data parallel groups of this rank; `None` is a group of one process.
+
+    `dp` excludes and `dp_cp` includes the context parallel ranks. Build it with `Groups.from_megatron()`.
+    """
+
+    tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+
+    @classmethod
+    def from_megatron(cls, pg_collection: Any = None) -> Groups:
+        """From a `ProcessGroupCollection`, or from Megatron's global state when `pg_collection` is None.
+
+        ValueError where neither is there.
+        """
+        if pg_collection is not None:
+            missing = [f.name for f in fields(cls) if getattr(pg_collection, f.name, None) is None]
+            if missing:
+                raise ValueError(
+                    f'pg_collection must hold the groups tp, cp, pp, dp and dp_cp, but lacks {", ".join(missing)}; '
+                    'was it made by ProcessGroupCollection.use_mpu_process_groups()?'
+                )
+            return cls(**{f.name: getattr(pg_collection, f.name) for f in fields(cls)})
+        from megatron.core import parallel_state as ps
+
+        if not ps.model_parallel_is_initialized():
+            raise ValueError(
+                'no model-parallel groups: call megatron.core.parallel_state.initialize_model_parallel(...) first, '
+                'or pass groups=Groups(tp=..., cp=..., pp=..., dp=..., dp_cp=...)'
+            )
+        return cls(
+            tp=ps.get_tensor_model_parallel_group(),
+            cp=ps.get_context_parallel_group(),
+            pp=ps.get_pipeline_model_parallel_group(),
+            dp=ps.get_data_parallel_group(),
+            dp_cp=ps.get_data_parallel_group(with_context_parallel=True),
+        )
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage, where logits and losses live."""
+        return group_rank(self.pp) == group_size(self.pp) - 1
+
+    @property
+    def owns_result(self) -> bool:
+        """True on one rank of each DP×CP member: last stage, first TP rank. Sums over such ranks count nothing twice."""
+        return self.is_last_stage and group_rank(self.tp) == 0
+
+    def gather_everyone(self, row: torch.Tensor) -> torch.Tensor:
+        """`row[k]` of every rank of the layout as `[ranks, k]`, the same on every rank.
+
+        One collective where the layout is the whole world, else one each over DP×CP, TP and PP.
+        """
+        return self._gather(row, all_gather_rows).reshape(-1, row.numel())
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """`obj` of every rank of the layout, the same list on every rank. Pickles: for rare messages only."""
+
+        def gather(item: Any, group: ProcessGroup | None) -> list[Any]:
+            if group_size(group) == 1:
+                return [item]
+            out: list[Any] = [None] * group_size(group)
+            dist.all_gather_object(out, item, group=group)
+            return out
+
+        return _flatten(self._gather(obj, gather), 1 if self._is_world else 3)
+
+    @property
+    def _is_world(self) -> bool:
+        ranks = group_size(self.tp) * group_size(self.pp) * group_size(self.dp_cp)
+        return dist.is_initialized() and ranks == dist.get_world_size()
+
+    def _gather(self, item: Any, gather: Any) -> Any:
+        if self._is_world:
+            return gather(item, dist.group.WORLD)
+        for group in (self.dp_cp, self.tp, self.pp):
+            item = gather(item, group)
+        return item
+
+
+def _flatten(nested: list[Any], depth: int) -> list[Any]:
+    return nested if depth == 1 else [x for part in nested for x in _flatten(part, depth - 1)]
