@@ -1,0 +1,18 @@
+"""Exact operations on logits whose vocabulary is split over tensor parallel ranks. Plain torch and process groups."""
+
+from .functions import argmax, cross_entropy, log_probs, log_probs_and_entropy
+from .shard import VocabShard
+from .token_stats import TokenStats, token_stats
+from .topk import gather, topk
+
+__all__ = [
+    'TokenStats',
+    'VocabShard',
+    'argmax',
+    'cross_entropy',
+    'gather',
+    'log_probs',
+    'log_probs_and_entropy',
+    'token_stats',
+    'topk',
+]

@@ -1,0 +1,74 @@
+"""The row kernels in eager torch: no compiler, a few temporaries of the size of the tile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOWEST = -1e4
+"""exp() of anything below is exactly 0 in every dtype; bounding the exponent there keeps 0 · -inf out, and NaN in."""
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are taken in float32, in float64 for float64 logits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
+    """Sufficient statistics of each row of y = x · inv_t, x `[R, C]`; tensors `[R]` in the accumulation dtype.
+
+    max m, then as asked: Σ exp(y − m) (normalizer), Σ exp(y − m)·(y − m) (entropy), Σ y (mean), and the lowest column
+    of the maximum (argmax). A row that is all −inf gives m = −inf and zero sums.
+    """
+    y = x.to(accumulate_dtype(x.dtype), copy=True).mul_(inv_t)
+    m = y.amax(-1)
+    out = [m]
+    best = _first_of(y, m) if argmax else None
+    total = y.sum(-1) if mean else None
+    if normalizer:
+        y.sub_(torch.where(m == -torch.inf, 0, m)[:, None])
+        if entropy:
+            d = y.clamp_min_(LOWEST)
+            e = d.exp()
+            out += [e.sum(-1), e.mul_(d).sum(-1)]
+        else:
+            out.append(y.exp_().sum(-1))
+    if total is not None:
+        out.append(total)
+    if best is not None:
+        out.append(best.to(m.dtype))
+    return out
+
+
+def _first_of(y: Tensor, m: Tensor) -> Tensor:
+    columns = torch.arange(y.shape[1], device=y.device, dtype=torch.int32)
+    hit = (y == m[:, None]) | y.isnan()
+    return torch.where(hit, columns, y.shape[1] - 1).amin(-1)
+
+
+def row_grad(
+    x: Tensor, out: Tensor, target: Tensor, inv_t: Tensor, m: Tensor, log_s: Tensor,
+    at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None,
+) -> None:
+    """out[r, j] = p·(a + b·(y − m)) + c + at_target·1[j = target], with p = exp((y − m) − log_s), y = x · inv_t.
+
+    The coefficients are `[R]` in the accumulation dtype; `target` is int32, −1 where another tile owns it. A row whose
+    coefficients are all 0 is written as exact zeros whatever x holds. `out` may be `x` itself.
+    """
+    active = (a != 0) | (at_target != 0)
+    if b is not None:
+        active |= b != 0
+    if c is not None:
+        active |= c != 0
+    d = x.to(accumulate_dtype(x.dtype), copy=True).mul_(inv_t).sub_(m[:, None])
+    if b is None:
+        g = d.sub_(log_s[:, None]).exp_().mul_(a[:, None])
+    else:
+        d.clamp_min_(LOWEST)
+        g = (d - log_s[:, None]).exp_().mul_(d.mul_(b[:, None]).add_(a[:, None]))
+    if c is not None:
+        g.add_(c[:, None])
+    own = target >= 0
+    g.scatter_add_(1, target.clamp_min(0).long()[:, None], torch.where(own, at_target, 0)[:, None])
+    g.masked_fill_(~active[:, None], 0)
+    out.copy_(g)

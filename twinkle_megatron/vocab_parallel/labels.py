@@ -1,0 +1,47 @@
+"""Labels out of range: an error on every rank of the group, without a host sync on the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .shard import VocabShard
+
+_pending: list[tuple[torch.cuda.Event, Tensor, str]] = []
+
+
+def check_target(target: Tensor, lead: tuple[int, ...], device: torch.device) -> None:
+    """ValueError unless `target` is an integer tensor of the logits' leading shape on their device. No collective."""
+    if not isinstance(target, Tensor):
+        raise ValueError(f'target must be a tensor of global ids, got {type(target).__name__}')
+    if target.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
+        raise ValueError(f'target must hold integer ids, got {target.dtype}')
+    if tuple(target.shape) != lead:
+        raise ValueError(f'target must have the shape of the logits without their last dim, {lead}, got {tuple(target.shape)}')
+    if target.device != device:
+        raise ValueError(f'target must be on the device of the logits, {device}, got {target.device}')
+
+
+def raise_for(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: int) -> None:
+    """ValueError if a label is bad. On CUDA the flag is read back asynchronously and raised by a later call."""
+    message = (f'target must hold ids in [0, {shard.vocab_size}) or ignore_index {ignore_index}, the same on every rank of '
+               'the tensor parallel group')
+    if bad.device.type == 'cuda':
+        flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(bad.any(), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        _pending.append((event, flag, f'an earlier call was wrong: {message}'))
+    elif bad.any():
+        where = bad.nonzero()[:3, 0].tolist()
+        raise ValueError(f'{message}; got {[int(target[i]) for i in where]} at flat position(s) {where}, {int(bad.sum())} in '
+                         'all; are the labels of another tokenizer, or is vocab_size the padded size?')
+
+
+def raise_pending(wait: bool = False) -> None:
+    """Raises what earlier calls on CUDA found, as far as the GPU got; with `wait`, all of it (a host sync)."""
+    while _pending and (wait or _pending[0][0].query()):
+        event, flag, message = _pending.pop(0)
+        event.synchronize()
+        if flag.item():
+            _pending.clear()
+            raise ValueError(message)

@@ -1,0 +1,367 @@
+"""One differentiable operation behind cross entropy, log-prob, entropy, z-loss, label smoothing and argmax.
+
+Every rank sweeps its own columns once and keeps a few numbers per token; one all-gather of these over the tensor
+parallel group gives every rank the exact statistics of the whole row. With y = logits / temperature, m the row maximum
+and p = softmax(y), every statistic has a gradient of one form,
+
+    dL/dlogits = (1/T) · [ p · (a + b · (y − m)) + c + g · 1[id = target] ]      (c on true ids only)
+
+with four numbers a, b, c, g per token, so one forward and one backward kernel serve them all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..groups import all_gather_rows
+from .kernels import Kernels, select
+from .kernels.eager import accumulate_dtype
+from .labels import check_target, raise_for, raise_pending
+from .shard import VocabShard
+from .source import Source, Tile, as_source, row_count
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Per-token statistics of y = logits / temperature over the whole true vocabulary, `[...]`, the same on all TP ranks.
+
+    What was not asked for is None. Ignored tokens hold 0, and −1 in `argmax`.
+    """
+
+    log_prob: Tensor | None = None
+    """log p(target), nats."""
+    log_normalizer: Tensor | None = None
+    """log Σ exp(y)."""
+    entropy: Tensor | None = None
+    """−Σ p log p, nats."""
+    mean_logit: Tensor | None = None
+    """Mean of y over the true vocabulary."""
+    argmax: Tensor | None = None
+    """Global id of the largest logit, the lowest among equals; int64, not differentiable."""
+
+
+def token_stats(
+    logits: Tensor | Source,
+    target: Tensor | None = None,
+    *,
+    shard: VocabShard,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    mean_logit: bool = False,
+    argmax: bool = False,
+    chunk_size: int | None = None,
+    reuse_storage: bool = False,
+) -> TokenStats:
+    """Statistics of each token's distribution over a vocabulary that is split over the tensor parallel group.
+
+    Args:
+        logits: `[..., shard.local_size]`, this rank's columns; float16, bfloat16, float32 or float64, any strides.
+        target: `[...]` global ids aligned with the logits (already shifted), replicated over TP; None: no `log_prob`.
+        shard: which ids the columns are, and the group.
+        temperature: the logits are divided by it inside the operation; > 0.
+        ignore_index: tokens with this target have value 0 and gradient exactly 0, whatever their logits hold.
+        entropy, mean_logit, argmax: compute these too, in the same sweep.
+        chunk_size: columns handled at once; bounds memory, changes no value beyond rounding. None: as many as fit.
+        reuse_storage: write the gradient into the storage of `logits`. They are destroyed by the backward pass; a second
+            backward through them is an error.
+
+    Returns:
+        `TokenStats`, float32 (float64 for float64 logits), differentiable in the logits but for `argmax`. Upstream
+        gradients must be equal on all TP ranks, as they are when every rank computes the same loss.
+
+    Collectives: one all-gather of at most 7 numbers a token over TP forward, none backward. Kept for backward: the logits
+    and 5 numbers a token. The gradient has the dtype and the memory layout of the logits.
+
+    Raises ValueError: wrong shape, dtype or temperature, before any collective; a target outside `[0, vocab_size)`, on
+    every rank after it (on CUDA by a later call, without a host sync; its log_prob is NaN).
+    """
+    raise_pending()
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
+        raise ValueError(f'temperature must be a finite number > 0, got {temperature!r}')
+    source = as_source(logits, shard, chunk_size, reuse_storage)
+    if target is not None:
+        check_target(target, source.lead, source.device)
+    wanted = _Wanted(target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit)
+    if row_count(source) == 0:
+        return _no_rows(source, wanted)
+    flat = None if target is None else source.flatten(target).long()
+    request = _Request(source, flat, shard, float(temperature), ignore_index, wanted)
+    outputs = _TokenStats.apply(request, *source.tensors)
+    return TokenStats(*(None if out is None else source.unflatten(out) for out in outputs))
+
+
+class _Wanted(NamedTuple):
+    log_prob: bool
+    entropy: bool
+    mean: bool
+    argmax: bool
+    normalizer: bool
+
+
+class _Request(NamedTuple):
+    source: Source
+    target: Tensor | None  # flat, in the source's row order
+    shard: VocabShard
+    temperature: float
+    ignore_index: int
+    wanted: _Wanted
+
+
+def _no_rows(source: Source, wanted: _Wanted) -> TokenStats:
+    """Empty statistics that still have a gradient path. Every rank has no rows, so none enters the collective."""
+    zero = sum((t.sum(dtype=accumulate_dtype(source.dtype)) * 0 for t in source.tensors), start=torch.zeros(()))
+    empty = torch.zeros(source.lead, dtype=accumulate_dtype(source.dtype), device=source.device) + zero
+    return TokenStats(
+        log_prob=empty if wanted.log_prob else None,
+        log_normalizer=empty if wanted.normalizer else None,
+        entropy=empty if wanted.entropy else None,
+        mean_logit=empty if wanted.mean else None,
+        argmax=empty.detach().long() if wanted.argmax else None,
+    )
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, request: _Request, *tensors: Tensor) -> tuple[Tensor | None, ...]:
+        source, target, shard, temperature, ignore_index, wanted = request
+        kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
+        inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
+        ignored = None if target is None else target == ignore_index
+        local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored)
+        whole = _combine(all_gather_rows(local.pack(), shard.group), shard, wanted)
+
+        log_prob = whole.log_prob
+        if target is not None and ignored is not None:
+            bad = ~torch.where(ignored, whole.owners == _IGNORED * shard.size, whole.owners == 1)
+            raise_for(target, bad, shard, ignore_index)
+            log_prob = torch.where(bad, torch.nan, log_prob)
+        outputs = [log_prob if wanted.log_prob else None, whole.log_normalizer, whole.entropy, whole.mean]
+        best = whole.best
+        if ignored is not None:
+            outputs = [None if out is None else out.masked_fill(ignored, 0) for out in outputs]
+            best = None if best is None else best.masked_fill(ignored, -1)
+
+        local_target = None if target is None else shard.local_ids(target)
+        ctx.request = request._replace(target=None)
+        ctx.set_materialize_grads(False)
+        if best is not None:
+            ctx.mark_non_differentiable(best)
+        ctx.save_for_backward(inv_t, whole.m, whole.log_s, whole.offset, local_target, ignored, *tensors)
+        return (*outputs, best)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        inv_t, m, log_s, offset, local_target, ignored, *tensors = ctx.saved_tensors
+        request: _Request = ctx.request
+        source, shard = request.source, request.shard
+        kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
+        zero = torch.zeros_like(m)
+        if local_target is None:
+            local_target = torch.full_like(m, -1, dtype=torch.int32)
+        rows = _Coefficients.of(grads, zero, offset, ignored, inv_t, shard.vocab_size)
+
+        def fill(tile: Tile, out: Tensor) -> None:
+            at, first, last = tile.rows, tile.columns.start, tile.columns.stop
+            own = local_target[at]
+            own = torch.where((own >= first) & (own < last), own - first, -1)
+            kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
+
+        detached = tuple(t.detach() for t in tensors)
+        return (None, *source.gradients(detached, fill, kernels.max_elements))
+
+
+class _Coefficients(NamedTuple):
+    """g, a, b, c of the module's formula, each already divided by the temperature; b and c None where they are 0."""
+
+    at_target: Tensor
+    a: Tensor
+    b: Tensor | None
+    c: Tensor | None
+
+    @classmethod
+    def of(
+        cls, grads: tuple[Tensor | None, ...], zero: Tensor, offset: Tensor | None, ignored: Tensor | None,
+        inv_t: Tensor, vocab_size: int,
+    ) -> _Coefficients:
+        """From the upstream gradients of (log_prob, log_normalizer, entropy, mean_logit, argmax); offset = E[y] − m."""
+
+        def scaled(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            grad = grad.to(zero.dtype) * inv_t
+            return grad if ignored is None else grad.masked_fill(ignored, 0)
+
+        log_prob, log_normalizer, entropy, mean, _ = map(scaled, grads)
+        a = zero
+        if log_prob is not None:
+            a = a - log_prob
+        if log_normalizer is not None:
+            a = a + log_normalizer
+        if entropy is not None and offset is not None:
+            # rows without entropy gradient keep a exact 0 even where their offset is not finite
+            a = a + torch.where(entropy == 0, 0, entropy * offset)
+        return cls(
+            at_target=zero if log_prob is None else log_prob,
+            a=a,
+            b=None if entropy is None else -entropy,
+            c=None if mean is None else mean / vocab_size,
+        )
+
+
+_IGNORED = 1024.0
+"""What a rank that ignores a token reports instead of 1 (it holds the target) or 0 (it does not)."""
+
+
+@dataclass
+class _Local:
+    """Statistics of this rank's columns, each `[N]`; merged online over tiles of columns."""
+
+    m: Tensor
+    s: Tensor | None
+    t: Tensor | None
+    total: Tensor | None
+    best: Tensor | None
+    target_logit: Tensor | None
+    owners: Tensor | None
+
+    def pack(self) -> Tensor:
+        return torch.stack([x for x in (self.m, self.s, self.t, self.total, self.best, self.target_logit, self.owners)
+                            if x is not None])
+
+    def fold(self, tile: Tile, found: list[Tensor]) -> None:
+        """Takes in a tile's `row_stats`. Its first tile of columns overwrites, later ones are merged."""
+        at, values = tile.rows, iter(found)
+        m = next(values)
+        s = None if self.s is None else next(values)
+        t = None if self.t is None else next(values)
+        if self.total is not None:
+            self.total[at] += next(values)
+        if self.best is not None:
+            best = next(values) + tile.columns.start
+            # a NaN wins, as in torch.argmax, and the first NaN stays
+            later = (m > self.m[at]) | (m.isnan() & ~self.m[at].isnan())
+            self.best[at] = best if tile.columns.start == 0 else torch.where(later, best, self.best[at])
+        if tile.columns.start == 0:
+            self._store(at, m, s, t)
+        else:
+            self._store(at, *_merge((self.m[at], self.s_at(at), self.t_at(at)), (m, s, t)))
+
+    def s_at(self, at: slice) -> Tensor | None:
+        return None if self.s is None else self.s[at]
+
+    def t_at(self, at: slice) -> Tensor | None:
+        return None if self.t is None else self.t[at]
+
+    def _store(self, at: slice, m: Tensor, s: Tensor | None, t: Tensor | None) -> None:
+        self.m[at] = m
+        if self.s is not None and s is not None:
+            self.s[at] = s
+        if self.t is not None and t is not None:
+            self.t[at] = t
+
+
+Sums = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+def _merge(one: Sums, two: Sums) -> Sums:
+    """(max, Σ e^(y−max), Σ e^(y−max)·(y−max)) of two disjoint sets of columns, of their union."""
+    m = torch.maximum(one[0], two[0])
+    safe = torch.where(m == -torch.inf, 0, m)
+    s: Tensor | None = None
+    t: Tensor | None = None
+    for part in (one, two):
+        if part[1] is None:
+            continue
+        shift = part[0] - safe
+        weight = shift.exp()
+        s_part = weight * part[1]
+        if part[2] is not None:
+            # an empty part has shift −inf and sums 0
+            t_part = torch.where(part[1] == 0, 0, weight * (part[2] + part[1] * shift))
+            t = t_part if t is None else t + t_part
+        s = s_part if s is None else s + s_part
+    return m, s, t
+
+
+def _sweep(request: _Request, tensors: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor, ignored: Tensor | None) -> _Local:
+    source, target, shard, wanted = request.source, request.target, request.shard, request.wanted
+    zeros = torch.zeros(row_count(source), dtype=inv_t.dtype, device=source.device)
+
+    def state(needed: bool) -> Tensor | None:
+        return zeros.clone() if needed else None
+
+    local = _Local(m=zeros - torch.inf, s=state(wanted.normalizer), t=state(wanted.entropy), total=state(wanted.mean),
+                   best=state(wanted.argmax), target_logit=state(wanted.log_prob), owners=state(wanted.log_prob))
+    column = None if target is None else shard.local_ids(target)
+    if column is not None and ignored is not None:
+        local.owners = torch.where(ignored, _IGNORED, (column >= 0).to(zeros.dtype))
+    for tile in source.tiles(tensors, kernels.max_elements):
+        flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
+        local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
+        if column is not None and local.target_logit is not None:
+            own = column[tile.rows] - tile.columns.start
+            here = (own >= 0) & (column[tile.rows] < tile.columns.stop) & (column[tile.rows] >= 0)
+            picked = tile.x.gather(1, own.clamp(0, tile.x.shape[1] - 1).long()[:, None])[:, 0].to(zeros.dtype) * inv_t
+            local.target_logit[tile.rows] = torch.where(here, picked, local.target_logit[tile.rows])
+    if local.best is not None:
+        local.best += shard.start
+    return local
+
+
+class _Whole(NamedTuple):
+    """Statistics of the whole row, the same on every rank. `offset` is E[y] − m."""
+
+    m: Tensor
+    log_s: Tensor | None
+    offset: Tensor | None
+    log_prob: Tensor | None
+    log_normalizer: Tensor | None
+    entropy: Tensor | None
+    mean: Tensor | None
+    best: Tensor | None
+    owners: Tensor | None
+
+
+def _combine(ranks: Tensor, shard: VocabShard, wanted: _Wanted) -> _Whole:
+    """`ranks[tp, k, N]`, every rank's packed statistics in rank order, of which one row is made of the parts."""
+    rows = iter(ranks.unbind(1))
+    m = next(rows)
+    s = next(rows) if wanted.normalizer else None
+    t = next(rows) if wanted.entropy else None
+    total = next(rows) if wanted.mean else None
+    best = next(rows) if wanted.argmax else None
+    target_logit, owners = (next(rows).sum(0), next(rows).sum(0)) if wanted.log_prob else (None, None)
+
+    sums: Sums = (m[0], None if s is None else s[0], None if t is None else t[0])
+    for rank in range(1, m.shape[0]):
+        sums = _merge(sums, (m[rank], None if s is None else s[rank], None if t is None else t[rank]))
+    top, s_all, t_all = sums
+    log_s = None if s_all is None else s_all.log()
+    offset = None if t_all is None or s_all is None else t_all / s_all
+    return _Whole(
+        m=top,
+        log_s=log_s,
+        offset=offset,
+        log_prob=None if target_logit is None or log_s is None else (target_logit - top) - log_s,
+        log_normalizer=None if log_s is None else top + log_s,
+        entropy=None if offset is None or log_s is None else log_s - offset,
+        mean=None if total is None else total.sum(0) / shard.vocab_size,
+        best=None if best is None else _first_best(m, best),
+        owners=owners,
+    )
+
+
+def _first_best(m: Tensor, best: Tensor) -> Tensor:
+    """Global id of the row maximum: of the first rank that reaches it, since ranks hold ascending ids."""
+    reached = (m == m.amax(0)) | m.isnan()
+    ranks = torch.arange(m.shape[0], device=m.device)[:, None]
+    first = torch.where(reached, ranks, m.shape[0] - 1).amin(0, keepdim=True)
+    return best.gather(0, first)[0].long()

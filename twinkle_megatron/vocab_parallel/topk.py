@@ -1,0 +1,121 @@
+"""The k largest logits of the whole vocabulary, and the logits at given global ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..groups import all_gather_rows, group_device
+from .kernels.eager import accumulate_dtype
+from .kernels.select import CPU_TILE, CUDA_TILE
+from .shard import VocabShard
+from .source import Source, as_source, row_count
+
+
+def topk(logits: Tensor, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each token over the whole true vocabulary and their global ids, each `[..., k]`.
+
+    Values are raw logits in descending order, in the dtype of `logits`, differentiable; ids are int64. Equal logits stand in
+    ascending order of id, and the lowest ids are taken, so the result is the same on every layout. A NaN counts as +inf.
+
+    Collectives: one all-gather of 2k numbers a token over TP forward, none backward. Kept for backward: the ids, and the
+    gradient is one tensor like `logits`. ValueError unless 1 <= k <= `shard.vocab_size`, or for logits that are not the shard.
+    """
+    source = as_source(logits, shard, None, False)
+    if not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
+        raise ValueError(f'k must be an int in [1, {shard.vocab_size}], the true vocabulary size, got {k!r}')
+    with torch.no_grad():
+        values, ids = _local_topk(source, k)
+        packed = torch.stack([values, ids.to(values.dtype)])
+        ranks = all_gather_rows(packed, shard.group)
+        # ranks hold ascending ids, so a stable sort keeps equal logits in ascending order of id
+        flat_values = ranks[:, 0].permute(1, 0, 2).reshape(values.shape[0], -1)
+        flat_ids = ranks[:, 1].permute(1, 0, 2).reshape(values.shape[0], -1)
+        best = torch.sort(_ordered(flat_values), dim=-1, descending=True, stable=True).indices[:, :k]
+        top_values, top_ids = flat_values.gather(1, best), flat_ids.gather(1, best).long()
+        ids = torch.stack([source.unflatten(column) for column in top_ids.unbind(1)], -1)
+        found = torch.stack([source.unflatten(column) for column in top_values.unbind(1)], -1).to(logits.dtype)
+    return _At.apply(logits, ids, shard, found), ids
+
+
+def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
+    """Raw logits at global `ids` `[..., k]` (replicated over TP): `[..., k]` in the dtype of `logits`, differentiable.
+
+    Collectives: one all-reduce of k numbers a token over TP forward, none backward. Kept for backward: the ids.
+    ValueError for ids of another leading shape, dtype or device, or outside `[0, shard.vocab_size)`.
+    """
+    source = as_source(logits, shard, None, False)
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f'ids must be int64 or int32 global ids, got {ids.dtype}')
+    if ids.dim() != logits.dim() or tuple(ids.shape[:-1]) != source.lead:
+        raise ValueError(f'ids must have shape {(*source.lead, "k")}, the leading shape of the logits and k, got '
+                         f'{tuple(ids.shape)}')
+    if ids.device != source.device:
+        raise ValueError(f'ids must be on the device of the logits, {source.device}, got {ids.device}')
+    if ids.device.type == 'cpu' and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < shard.vocab_size):
+        raise ValueError(f'ids must lie in [0, {shard.vocab_size}), got [{int(ids.min())}, {int(ids.max())}]')
+    return _At.apply(logits, ids.long(), shard, None)
+
+
+class _At(torch.autograd.Function):
+    """logits[..., ids] across the shards; `values` are given where they are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, shard: VocabShard, values: Tensor | None) -> Tensor:
+        column = shard.local_ids(ids)
+        ctx.save_for_backward(column)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        if values is not None:
+            return values
+        picked = torch.zeros(ids.shape, dtype=accumulate_dtype(logits.dtype), device=logits.device)
+        if logits.shape[-1]:
+            picked = logits.gather(-1, column.clamp_min(0).long()).to(picked.dtype)
+            picked = torch.where(column >= 0, picked, 0)
+        if shard.size > 1:
+            there = picked.to(group_device(shard.group)).contiguous()
+            dist.all_reduce(there, group=shard.group)  # one rank holds the value, the others 0: exact
+            picked = there.to(picked.device)
+        return picked.to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (column,) = ctx.saved_tensors
+        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
+        if ctx.shape[-1]:
+            here = torch.where(column >= 0, grad, 0).to(ctx.dtype)
+            out.scatter_add_(-1, column.clamp_min(0).long(), here)
+        return out, None, None, None
+
+
+def _ordered(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.inf, x)
+
+
+def _local_topk(source: Source, k: int) -> tuple[Tensor, Tensor]:
+    """This rank's k best per row and their global ids, ids ascending; short shards are filled up with −inf at id 0."""
+    shard, rows = source.shard, row_count(source)
+    dtype = accumulate_dtype(source.dtype)
+    values = torch.full((rows, k), -torch.inf, dtype=dtype, device=source.device)
+    ids = torch.full((rows, k), -1, dtype=torch.int64, device=source.device)
+    held = min(k, shard.true_columns)
+    tensors = tuple(t.detach() for t in source.tensors)
+    for tile in source.tiles(tensors, CUDA_TILE if source.device.type == 'cuda' else CPU_TILE):
+        columns = _lowest_of_best(tile.x, held)
+        values[tile.rows, :held] = tile.x.gather(1, columns).to(dtype)
+        ids[tile.rows, :held] = columns + shard.start
+    return values, ids
+
+
+def _lowest_of_best(x: Tensor, k: int) -> Tensor:
+    """Columns `[R, k]` of the k largest of each row, ascending; among equals at the threshold the lowest columns."""
+    key = _ordered(x)
+    threshold = key.topk(k, dim=-1).values[:, -1:]
+    above, equal = key > threshold, key == threshold
+    missing = k - above.sum(-1, keepdim=True)
+    chosen = above | (equal & (equal.cumsum(-1) <= missing))
+    return chosen.nonzero()[:, 1].view(x.shape[0], k)
