@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,14 @@ def group_device(group: ProcessGroup | None) -> torch.device:
     if group is not None and 'nccl' in dist.get_backend(group):
         return torch.device('cuda', torch.cuda.current_device())
     return torch.device('cpu')
+
+
+def tensor_parallel_group() -> ProcessGroup | None:
+    """Megatron's tensor parallel group where Megatron is in use in this process, else None."""
+    ps = sys.modules.get('megatron.core.parallel_state')
+    if ps is None or not ps.model_parallel_is_initialized():
+        return None
+    return ps.get_tensor_model_parallel_group()
 
 
 def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
@@ -99,6 +109,11 @@ class Groups:
         """True on one rank of each DP×CP member: last stage, first TP rank. Sums over such ranks count nothing twice."""
         return self.is_last_stage and group_rank(self.tp) == 0
 
+    @property
+    def size(self) -> int:
+        """Ranks of the whole layout."""
+        return group_size(self.tp) * group_size(self.pp) * group_size(self.dp_cp)
+
     def gather_everyone(self, row: torch.Tensor) -> torch.Tensor:
         """`row[k]` of every rank of the layout as `[ranks, k]`, the same on every rank.
 
@@ -120,8 +135,7 @@ class Groups:
 
     @property
     def _is_world(self) -> bool:
-        ranks = group_size(self.tp) * group_size(self.pp) * group_size(self.dp_cp)
-        return dist.is_initialized() and ranks == dist.get_world_size()
+        return dist.is_initialized() and self.size == dist.get_world_size()
 
     def _gather(self, item: Any, gather: Any) -> Any:
         if self._is_world:
@@ -133,3 +147,21 @@ class Groups:
 
 def _flatten(nested: list[Any], depth: int) -> list[Any]:
     return nested if depth == 1 else [x for part in nested for x in _flatten(part, depth - 1)]
+
+
+def raise_together(groups: Groups, error: Exception | None) -> None:
+    """Raises on every rank of the layout if it is called with an error on one; the message names the first such rank.
+
+    Every rank calls it, with its own error or None. The exception is of the type of that error where it is a builtin one,
+    else a RuntimeError. One collective; another one, of pickled messages, only after an error.
+    """
+    flags = groups.gather_everyone(torch.tensor([float(error is not None)]))
+    if not flags.any():
+        return
+    mine = None if error is None else (type(error).__name__, str(error))
+    reports = groups.gather_objects((dist.get_rank() if dist.is_initialized() else 0, mine))
+    rank, (name, message) = next((rank, report) for rank, report in reports if report is not None)
+    kind = getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        kind, message = RuntimeError, f'{name}: {message}'
+    raise kind(f'on rank {rank}: {message}') from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .labels import check_given
 from .shard import VocabShard
 from .source import Source
 from .token_stats import TokenStats, token_stats
@@ -23,6 +24,7 @@ def log_probs(
 
     Arguments, dtypes, errors, collectives and memory are those of `token_stats`.
     """
+    check_given(target)
     stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index,
                         chunk_size=chunk_size, reuse_storage=reuse_storage)
     assert stats.log_prob is not None
@@ -43,6 +45,7 @@ def log_probs_and_entropy(
 
     Both are differentiable. Arguments, dtypes, errors, collectives and memory are those of `token_stats`.
     """
+    check_given(target)
     stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index, entropy=True,
                         chunk_size=chunk_size, reuse_storage=reuse_storage)
     assert stats.log_prob is not None
@@ -73,15 +76,16 @@ def cross_entropy(
     are those of `token_stats`.
     """
     check_weights(label_smoothing, z_loss)
+    check_given(target)
     stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index,
                         mean_logit=label_smoothing > 0, chunk_size=chunk_size, reuse_storage=reuse_storage)
-    return cross_entropy_of(stats, label_smoothing, z_loss)
-
-
-def cross_entropy_of(stats: TokenStats, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """`cross_entropy` from statistics that a sweep has found (`mean_logit` is needed with smoothing)."""
     assert stats.log_prob is not None
-    loss = -stats.log_prob
+    return cross_entropy_of(-stats.log_prob, stats, label_smoothing, z_loss)
+
+
+def cross_entropy_of(nll: Tensor, stats: TokenStats, label_smoothing: float, z_loss: float) -> Tensor:
+    """`cross_entropy` from each token's negative log-likelihood and the statistics that a sweep has found."""
+    loss = nll
     if label_smoothing > 0:
         assert stats.log_normalizer is not None
         assert stats.mean_logit is not None
@@ -94,10 +98,10 @@ def cross_entropy_of(stats: TokenStats, label_smoothing: float = 0.0, z_loss: fl
 
 def check_weights(label_smoothing: float, z_loss: float) -> None:
     """ValueError unless 0 <= label_smoothing <= 1 and z_loss is finite and >= 0."""
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(f'label_smoothing must lie in [0, 1], got {label_smoothing}')
-    if not 0 <= z_loss < float('inf'):
-        raise ValueError(f'z_loss must be finite and >= 0, got {z_loss}')
+    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+        raise ValueError(f'label_smoothing must be a number in [0, 1], got {label_smoothing!r}')
+    if not isinstance(z_loss, (int, float)) or not 0 <= z_loss < float('inf'):
+        raise ValueError(f'z_loss must be a finite number >= 0, got {z_loss!r}')
 
 
 def argmax(logits: Tensor | Source, *, shard: VocabShard, chunk_size: int | None = None) -> Tensor:

@@ -10,6 +10,12 @@ from .shard import VocabShard
 _pending: list[tuple[torch.cuda.Event, Tensor, str]] = []
 
 
+def check_given(target: object) -> None:
+    """ValueError for no target where one is needed."""
+    if target is None:
+        raise ValueError('target must be a tensor of global ids, got None; token_stats(logits, shard=shard) gives what needs none')
+
+
 def check_target(target: Tensor, lead: tuple[int, ...], device: torch.device) -> None:
     """ValueError unless `target` is an integer tensor of the logits' leading shape on their device. No collective."""
     if not isinstance(target, Tensor):
@@ -23,18 +29,30 @@ def check_target(target: Tensor, lead: tuple[int, ...], device: torch.device) ->
 
 
 def raise_for(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: int) -> None:
-    """ValueError if a label is bad. On CUDA the flag is read back asynchronously and raised by a later call."""
-    message = (f'target must hold ids in [0, {shard.vocab_size}) or ignore_index {ignore_index}, the same on every rank of '
-               'the tensor parallel group')
+    """ValueError if a label of `target[...]` is marked in `bad[...]`, which is the same on all ranks.
+
+    On CUDA the mark is read back asynchronously and raised by a later call.
+    """
+    message = f'target must hold ids in [0, {shard.vocab_size}) or ignore_index {ignore_index}'
+    if shard.size > 1:
+        message += ', the same on every rank of the tensor parallel group'
     if bad.device.type == 'cuda':
         flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(bad.any(), non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         _pending.append((event, flag, f'an earlier call was wrong: {message}'))
     elif bad.any():
-        where = bad.nonzero()[:3, 0].tolist()
-        raise ValueError(f'{message}; got {[int(target[i]) for i in where]} at flat position(s) {where}, {int(bad.sum())} in '
-                         'all; are the labels of another tokenizer, or is vocab_size the padded size?')
+        raise ValueError(f'{message}; {_what_is_bad(target, bad, shard, ignore_index)}')
+
+
+def _what_is_bad(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: int) -> str:
+    outside = bad & ((target < 0) | (target >= shard.vocab_size)) & (target != ignore_index)
+    shown = outside if outside.any() else bad
+    where = [tuple(index) for index in shown.nonzero()[:3].tolist()]
+    got = f'got {[int(target[index]) for index in where]} at {where}, {int(shown.sum())} in all'
+    if outside.any():
+        return f'{got}; are the labels of another tokenizer, or do they count ids of the padded vocabulary?'
+    return f'{got}, where another rank was given another label; do all ranks of the group read the same batch?'
 
 
 def raise_pending(wait: bool = False) -> None:

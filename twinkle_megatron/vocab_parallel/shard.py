@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from numbers import Integral
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ..groups import all_gather_rows, group_device, group_rank, group_size
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,9 @@ class VocabShard:
             raise ValueError(f'a shard must hold ids [start, stop) with 0 <= start <= stop, got [{self.start}, {self.stop})')
         if self.vocab_size < 1:
             raise ValueError(f'vocab_size must be at least 1, got {self.vocab_size}')
+        if self.group is None and not (self.start == 0 and self.stop >= self.vocab_size):
+            raise ValueError(f'group must be given for a part of the vocabulary: one process cannot hold only the ids '
+                             f'[{self.start}, {self.stop}) of {self.vocab_size}')
 
     @classmethod
     def from_group(cls, local_size: int, group: ProcessGroup | None = None, vocab_size: int | None = None) -> VocabShard:
@@ -42,20 +43,22 @@ class VocabShard:
             vocab_size: true vocabulary size when the last columns are padding; None: no padding.
 
         Collective over `group` (one small all-gather): build it once, not once a step. ValueError on every rank if one
-        rank's `local_size` is no size, if `vocab_size` differs among ranks or exceeds the columns, or if every rank
-        holds at least `vocab_size` columns, which are gathered logits and no shard.
+        rank's `local_size` or `vocab_size` is no size, if `vocab_size` differs among ranks or exceeds the columns, or if
+        every rank holds at least `vocab_size` columns, which are gathered logits and no shard.
         """
-        sound = isinstance(local_size, int) and local_size >= 0
-        row = [local_size if sound else -1, -1 if vocab_size is None else int(vocab_size)]
+        if group is not None and not isinstance(group, ProcessGroup):
+            raise ValueError(f'group must be a ProcessGroup of which this process is a member, or None, got {group!r}')
+        row = [_size_or(-1, local_size), _NOT_GIVEN if vocab_size is None else _size_or(-1, vocab_size)]
         table = all_gather_rows(torch.tensor(row, device=group_device(group)), group).tolist()
-        sizes, vocabs = [r[0] for r in table], {r[1] for r in table}
-        if min(sizes) < 0:
-            bad = [rank for rank, size in enumerate(sizes) if size < 0]
-            raise ValueError(f'local_size must be an int >= 0 on every rank, but is not on group rank(s) {bad}'
-                             + ('' if sound else f' (here: {local_size!r})'))
-        if len(vocabs) > 1:
-            raise ValueError(f'vocab_size must be the same on every rank of the group, got {sorted(vocabs)} (-1: not given)')
+        sizes, vocabs = [r[0] for r in table], [r[1] for r in table]
+        _check_sound('local_size', local_size, sizes)
+        _check_sound('vocab_size', vocab_size, vocabs)
+        if len(set(vocabs)) > 1:
+            shown = ['not given' if vocab == _NOT_GIVEN else vocab for vocab in vocabs]
+            raise ValueError(f'vocab_size must be the same on every rank of the group, got {shown} in rank order')
         total, true = sum(sizes), sum(sizes) if vocab_size is None else int(vocab_size)
+        if total == 0:
+            raise ValueError('local_size must be > 0 on at least one rank of the group, got 0 on all of them')
         if not 1 <= true <= total:
             raise ValueError(f'vocab_size must lie in [1, {total}], the columns that the ranks of the group hold together, '
                              f'got {true}')
@@ -64,7 +67,7 @@ class VocabShard:
                              'more: these are gathered logits; run the output layer with gather_output=False, or pass '
                              'group=None to treat them as whole')
         start = sum(sizes[:group_rank(group)])
-        return cls(start, start + local_size, true, group)
+        return cls(start, start + int(local_size), true, group)
 
     @property
     def local_size(self) -> int:
@@ -96,3 +99,16 @@ class VocabShard:
                     'is the shard built for another layer, or the vocabulary not on the last dim?')
             raise ValueError(f"logits must hold the {self.local_size} ids [{self.start}, {self.stop}) of this rank's shard "
                              f'on the last dim, got shape {tuple(shape)}; {hint}')
+
+
+_NOT_GIVEN = 1 << 62
+
+
+def _size_or(otherwise: int, value: object) -> int:
+    return int(value) if isinstance(value, Integral) and value >= 0 else otherwise
+
+
+def _check_sound(name: str, here: object, ranks: list[int]) -> None:
+    bad = [rank for rank, size in enumerate(ranks) if size < 0]
+    if bad:
+        raise ValueError(f'{name} must be an int >= 0 on every rank, but is not on group rank(s) {bad} (here: {here!r})')

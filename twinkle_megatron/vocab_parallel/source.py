@@ -108,6 +108,9 @@ class TensorSource:
 
 def as_source(logits: Tensor | Source, shard: VocabShard, chunk_size: int | None, reuse_storage: bool) -> Source:
     """`logits` as a source of tiles: a tensor is wrapped, a source is checked to be of this shard."""
+    if not isinstance(shard, VocabShard):
+        raise ValueError(f'shard must be a VocabShard, got {type(shard).__name__}; VocabShard.from_group(local_size, group) '
+                         'makes one')
     if isinstance(logits, Tensor):
         return TensorSource(logits, shard, chunk_size, reuse_storage)
     raise ValueError(f'logits must be a tensor [..., {shard.local_size}], got {type(logits).__name__}')

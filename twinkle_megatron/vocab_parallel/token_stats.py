@@ -11,6 +11,7 @@ with four numbers a, b, c, g per token, so one forward and one backward kernel s
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -83,18 +84,25 @@ def token_stats(
     every rank after it (on CUDA by a later call, without a host sync; its log_prob is NaN).
     """
     raise_pending()
-    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf):
-        raise ValueError(f'temperature must be a finite number > 0, got {temperature!r}')
     source = as_source(logits, shard, chunk_size, reuse_storage)
+    _check_temperature(temperature, source.dtype)
     if target is not None:
         check_target(target, source.lead, source.device)
+        if not isinstance(ignore_index, int):
+            raise ValueError(f'ignore_index must be an int, got {ignore_index!r}; -100 where no label is to be ignored')
     wanted = _Wanted(target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit)
     if row_count(source) == 0:
         return _no_rows(source, wanted)
-    flat = None if target is None else source.flatten(target).long()
-    request = _Request(source, flat, shard, float(temperature), ignore_index, wanted)
+    flat = None if target is None else target.reshape(-1).long()
+    request = _Request(source, flat, shard, float(temperature), ignore_index, reuse_storage, wanted)
     outputs = _TokenStats.apply(request, *source.tensors)
-    return TokenStats(*(None if out is None else source.unflatten(out) for out in outputs))
+    return TokenStats(*(None if out is None else out.view(source.lead) for out in outputs))
+
+
+def _check_temperature(temperature: float, dtype: torch.dtype) -> None:
+    largest = torch.finfo(accumulate_dtype(dtype)).max
+    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf and 1 / temperature <= largest):
+        raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
 
 
 class _Wanted(NamedTuple):
@@ -107,10 +115,11 @@ class _Wanted(NamedTuple):
 
 class _Request(NamedTuple):
     source: Source
-    target: Tensor | None  # flat, in the source's row order
+    target: Tensor | None  # [N]
     shard: VocabShard
     temperature: float
     ignore_index: int
+    reuse_storage: bool
     wanted: _Wanted
 
 
@@ -128,20 +137,23 @@ def _no_rows(source: Source, wanted: _Wanted) -> TokenStats:
 
 
 class _TokenStats(torch.autograd.Function):
+    """Per-token tensors are `[N]` in the order of the leading dims; only the sweeps over tiles use the source's row order,
+    which may differ from rank to rank with the memory layout of their logits."""
+
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, shard, temperature, ignore_index, wanted = request
+        source, target, shard, temperature, ignore_index, reuse_storage, wanted = request
         kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
         inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
         ignored = None if target is None else target == ignore_index
         local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored)
-        whole = _combine(all_gather_rows(local.pack(), shard.group), shard, wanted)
+        whole = _combine(all_gather_rows(local.pack(source), shard.group), shard, wanted)
 
         log_prob = whole.log_prob
         if target is not None and ignored is not None:
-            bad = ~torch.where(ignored, whole.owners == _IGNORED * shard.size, whole.owners == 1)
-            raise_for(target, bad, shard, ignore_index)
-            log_prob = torch.where(bad, torch.nan, log_prob)
+            assert whole.bad_label is not None
+            raise_for(target.view(source.lead), whole.bad_label.view(source.lead), shard, ignore_index)
+            log_prob = torch.where(whole.bad_label, torch.nan, log_prob)
         outputs = [log_prob if wanted.log_prob else None, whole.log_normalizer, whole.entropy, whole.mean]
         best = whole.best
         if ignored is not None:
@@ -149,7 +161,9 @@ class _TokenStats(torch.autograd.Function):
             best = None if best is None else best.masked_fill(ignored, -1)
 
         local_target = None if target is None else shard.local_ids(target)
-        ctx.request = request._replace(target=None)
+        # autograd keeps the tensors, and lets go of them after backward: the context must not
+        ctx.request = request._replace(target=None, source=_without_tensors(source))
+        ctx.spent = False
         ctx.set_materialize_grads(False)
         if best is not None:
             ctx.mark_non_differentiable(best)
@@ -159,18 +173,27 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inv_t, m, log_s, offset, local_target, ignored, *tensors = ctx.saved_tensors
         request: _Request = ctx.request
         source, shard = request.source, request.shard
+        if ctx.spent:
+            raise RuntimeError('the first backward has overwritten the logits with their gradient (reuse_storage=True); for '
+                               'a second backward through the same logits call with reuse_storage=False')
+        inv_t, m, log_s, offset, local_target, ignored, *tensors = ctx.saved_tensors
+        ctx.spent = request.reuse_storage
         kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
         zero = torch.zeros_like(m)
         if local_target is None:
             local_target = torch.full_like(m, -1, dtype=torch.int32)
-        rows = _Coefficients.of(grads, zero, offset, ignored, inv_t, shard.vocab_size)
+        coefficients = _Coefficients.of(grads, zero, offset, ignored, inv_t, shard.vocab_size)
+        own_column, m, log_s, *rows = (None if x is None else source.flatten(x.view(source.lead))
+                                       for x in (local_target, m, log_s, *coefficients))
+        assert own_column is not None
+        assert m is not None
+        assert log_s is not None
 
         def fill(tile: Tile, out: Tensor) -> None:
             at, first, last = tile.rows, tile.columns.start, tile.columns.stop
-            own = local_target[at]
+            own = own_column[at]
             own = torch.where((own >= first) & (own < last), own - first, -1)
             kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
 
@@ -216,8 +239,31 @@ class _Coefficients(NamedTuple):
         )
 
 
-_IGNORED = 1024.0
-"""What a rank that ignores a token reports instead of 1 (it holds the target) or 0 (it does not)."""
+def _without_tensors(source: Source) -> Source:
+    bare = copy.copy(source)
+    bare.tensors = ()
+    return bare
+
+
+def _label_codes(target: Tensor, column: Tensor, ignored: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
+    """A number per label that tells whether all ranks were given the same one: twice the id, plus 1 where it is held here.
+
+    Ids count modulo 2^22, so that float32 holds the codes exactly.
+    """
+    known = (target >= 0) & (target < vocab_size)
+    code = torch.where(known, target % (1 << 22), _OUTSIDE) * 2 + (column >= 0)
+    return torch.where(ignored, 2 * _IGNORED, code).to(dtype)
+
+
+_IGNORED, _OUTSIDE = -1, -2
+
+
+def _bad_labels(codes: Tensor) -> Tensor:
+    """From `codes[tp, N]`: where the label is not the same on every rank, out of range, or not held by exactly one rank."""
+    held = codes.remainder(2)
+    ids = codes - held
+    sound = torch.where(ids[0] == 2 * _IGNORED, 0, 1) == held.sum(0)
+    return ~(sound & (ids == ids[0]).all(0))
 
 
 @dataclass
@@ -230,11 +276,12 @@ class _Local:
     total: Tensor | None
     best: Tensor | None
     target_logit: Tensor | None
-    owners: Tensor | None
+    label: Tensor | None
 
-    def pack(self) -> Tensor:
-        return torch.stack([x for x in (self.m, self.s, self.t, self.total, self.best, self.target_logit, self.owners)
-                            if x is not None])
+    def pack(self, source: Source) -> Tensor:
+        """`[k, N]`, from the source's row order to that of the leading dims."""
+        found = (self.m, self.s, self.t, self.total, self.best, self.target_logit, self.label)
+        return torch.stack([source.unflatten(x).reshape(-1) for x in found if x is not None])
 
     def fold(self, tile: Tile, found: list[Tensor]) -> None:
         """Takes in a tile's `row_stats`. Its first tile of columns overwrites, later ones are merged."""
@@ -299,10 +346,12 @@ def _sweep(request: _Request, tensors: tuple[Tensor, ...], kernels: Kernels, inv
         return zeros.clone() if needed else None
 
     local = _Local(m=zeros - torch.inf, s=state(wanted.normalizer), t=state(wanted.entropy), total=state(wanted.mean),
-                   best=state(wanted.argmax), target_logit=state(wanted.log_prob), owners=state(wanted.log_prob))
-    column = None if target is None else shard.local_ids(target)
-    if column is not None and ignored is not None:
-        local.owners = torch.where(ignored, _IGNORED, (column >= 0).to(zeros.dtype))
+                   best=state(wanted.argmax), target_logit=state(wanted.log_prob), label=None)
+    column = None
+    if target is not None and ignored is not None:
+        column = shard.local_ids(target)
+        codes = _label_codes(target, column, ignored, shard.vocab_size, zeros.dtype)
+        column, local.label = (source.flatten(x.view(source.lead)) for x in (column, codes))
     for tile in source.tiles(tensors, kernels.max_elements):
         flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
         local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
@@ -327,7 +376,7 @@ class _Whole(NamedTuple):
     entropy: Tensor | None
     mean: Tensor | None
     best: Tensor | None
-    owners: Tensor | None
+    bad_label: Tensor | None
 
 
 def _combine(ranks: Tensor, shard: VocabShard, wanted: _Wanted) -> _Whole:
@@ -338,7 +387,7 @@ def _combine(ranks: Tensor, shard: VocabShard, wanted: _Wanted) -> _Whole:
     t = next(rows) if wanted.entropy else None
     total = next(rows) if wanted.mean else None
     best = next(rows) if wanted.argmax else None
-    target_logit, owners = (next(rows).sum(0), next(rows).sum(0)) if wanted.log_prob else (None, None)
+    target_logit, bad_label = (next(rows).sum(0), _bad_labels(next(rows))) if wanted.log_prob else (None, None)
 
     sums: Sums = (m[0], None if s is None else s[0], None if t is None else t[0])
     for rank in range(1, m.shape[0]):
@@ -355,7 +404,7 @@ def _combine(ranks: Tensor, shard: VocabShard, wanted: _Wanted) -> _Whole:
         entropy=None if offset is None or log_s is None else log_s - offset,
         mean=None if total is None else total.sum(0) / shard.vocab_size,
         best=None if best is None else _first_best(m, best),
-        owners=owners,
+        bad_label=bad_label,
     )
 
 

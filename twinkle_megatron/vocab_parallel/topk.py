@@ -26,19 +26,15 @@ def topk(logits: Tensor, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
     gradient is one tensor like `logits`. ValueError unless 1 <= k <= `shard.vocab_size`, or for logits that are not the shard.
     """
     source = as_source(logits, shard, None, False)
-    if not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= shard.vocab_size:
         raise ValueError(f'k must be an int in [1, {shard.vocab_size}], the true vocabulary size, got {k!r}')
     with torch.no_grad():
-        values, ids = _local_topk(source, k)
-        packed = torch.stack([values, ids.to(values.dtype)])
-        ranks = all_gather_rows(packed, shard.group)
-        # ranks hold ascending ids, so a stable sort keeps equal logits in ascending order of id
-        flat_values = ranks[:, 0].permute(1, 0, 2).reshape(values.shape[0], -1)
-        flat_ids = ranks[:, 1].permute(1, 0, 2).reshape(values.shape[0], -1)
-        best = torch.sort(_ordered(flat_values), dim=-1, descending=True, stable=True).indices[:, :k]
-        top_values, top_ids = flat_values.gather(1, best), flat_ids.gather(1, best).long()
-        ids = torch.stack([source.unflatten(column) for column in top_ids.unbind(1)], -1)
-        found = torch.stack([source.unflatten(column) for column in top_values.unbind(1)], -1).to(logits.dtype)
+        if row_count(source) == 0:  # no rank has rows, so none enters the collective
+            found = logits.new_zeros(*source.lead, k)
+            ids = torch.zeros_like(found, dtype=torch.int64)
+        else:
+            top_values, top_ids = _best_of_ranks(all_gather_rows(_local_topk(source, k), shard.group), k)
+            found, ids = top_values.view(*source.lead, k).to(logits.dtype), top_ids.view(*source.lead, k)
     return _At.apply(logits, ids, shard, found), ids
 
 
@@ -49,6 +45,8 @@ def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
     ValueError for ids of another leading shape, dtype or device, or outside `[0, shard.vocab_size)`.
     """
     source = as_source(logits, shard, None, False)
+    if not isinstance(ids, Tensor):
+        raise ValueError(f'ids must be a tensor of global ids, got {type(ids).__name__}')
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f'ids must be int64 or int32 global ids, got {ids.dtype}')
     if ids.dim() != logits.dim() or tuple(ids.shape[:-1]) != source.lead:
@@ -96,8 +94,18 @@ def _ordered(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.inf, x)
 
 
-def _local_topk(source: Source, k: int) -> tuple[Tensor, Tensor]:
-    """This rank's k best per row and their global ids, ids ascending; short shards are filled up with −inf at id 0."""
+def _best_of_ranks(ranks: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """From every rank's `_local_topk`, `[tp, 2, N, k]`: the k best values and their ids, each `[N, k]`."""
+    values, ids = (part.permute(1, 0, 2).flatten(1) for part in ranks.unbind(1))
+    # ranks hold ascending ids, so stable sorts keep equal logits in ascending order of id; what fills up comes last
+    order = (ids < 0).to(torch.uint8).sort(dim=-1, stable=True).indices
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    best = torch.sort(_ordered(values), dim=-1, descending=True, stable=True).indices[:, :k]
+    return values.gather(1, best), ids.gather(1, best).long()
+
+
+def _local_topk(source: Source, k: int) -> Tensor:
+    """This rank's k best and their global ids, ids ascending, `[2, N, k]`; short shards are filled up with −inf at id −1."""
     shard, rows = source.shard, row_count(source)
     dtype = accumulate_dtype(source.dtype)
     values = torch.full((rows, k), -torch.inf, dtype=dtype, device=source.device)
@@ -108,7 +116,8 @@ def _local_topk(source: Source, k: int) -> tuple[Tensor, Tensor]:
         columns = _lowest_of_best(tile.x, held)
         values[tile.rows, :held] = tile.x.gather(1, columns).to(dtype)
         ids[tile.rows, :held] = columns + shard.start
-    return values, ids
+    order = source.unflatten(torch.arange(rows, device=source.device)).reshape(-1)
+    return torch.stack([values, ids.to(dtype)])[:, order]
 
 
 def _lowest_of_best(x: Tensor, k: int) -> Tensor:

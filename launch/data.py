@@ -1,0 +1,205 @@
+"""Documents become samples: a split into train and held-out, a BPE vocabulary, rows of token ids with shifted labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from launch.documents import ROLES, DataError, Document, python_reference, read_documents
+
+IGNORE = -100
+START, END = '<|start|>', '<|end|>'
+SPECIAL_TOKENS = [START, END, *(f'<|{role}|>' for role in ROLES)]
+HELD_OUT_SHARE, HELD_OUT_CHARACTERS, HELD_OUT_SAMPLES = 0.1, 40_000, 128  # the smallest of the three limits holds
+FORMAT = 1  # raise it when the same documents would give other samples: the old ones are then made anew
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`inputs` and `labels`, int32 `[n, s]`: `labels[:, i]` is the token after `inputs[:, i]`, -100 where not trained."""
+
+    inputs: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What training reads. `unigram_nats` is the held-out loss of a model that knows word frequencies and nothing else."""
+
+    train: Samples
+    held_out: Samples
+    vocab_size: int
+    unigram_nats: float
+    summary: str
+
+
+def prepare(data: Path | None, *, vocab_size: int, seq_length: int, cache: Path) -> Path:
+    """The folder in `cache` with the samples of a JSON-lines file (None: Python's reference), made where not yet there.
+
+    It holds `tokenizer.json`, `samples.npz` and `about.json`, and is named after all that it depends on.
+    DataError for data that cannot be used.
+    """
+    if data is None:
+        documents, source = python_reference()
+    else:
+        documents, source = read_documents(data), str(data)
+    recipe = repr([FORMAT, tokenizers.__version__, source, vocab_size, seq_length, documents])
+    folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
+    if not folder.exists():
+        _build(documents, source, vocab_size, seq_length, folder)
+    return folder
+
+
+def load(folder: Path) -> Dataset:
+    """The dataset that `prepare` made."""
+    about = json.loads((folder / 'about.json').read_text())
+    with np.load(folder / 'samples.npz') as arrays:
+        train, held_out = (Samples(arrays[f'{part}_inputs'], arrays[f'{part}_labels']) for part in ('train', 'held_out'))
+    return Dataset(train, held_out, about['vocab_size'], about['unigram_nats'], about['summary'])
+
+
+def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
+    """Train and held-out documents, by a hash of the text: whatever the order of the lines, equal texts on one side."""
+    by_hash: dict[str, list[Document]] = {}
+    for document in documents:
+        by_hash.setdefault(hashlib.sha256(repr(document).encode()).hexdigest(), []).append(document)
+    if len(by_hash) < 2:
+        raise DataError('needs at least 2 different documents, one of them to hold out, and there is only 1')
+    sizes = {key: sum(len(turn.text) for d in same for turn in d) for key, same in sorted(by_hash.items())}
+    budget = min(HELD_OUT_SHARE * sum(sizes.values()), HELD_OUT_CHARACTERS)
+    largest = budget / 4  # held-out text of several documents says more than one long one
+    chosen = set()
+    for key, size in sizes.items():
+        if size <= min(budget, largest):
+            chosen.add(key)
+            budget -= size
+    chosen = chosen or {min(sizes, key=lambda key: sizes[key])}
+    parts = ([d for key in sizes if (key in chosen) is held_out for d in by_hash[key]] for held_out in (False, True))
+    train, held_out = parts
+    return train, held_out
+
+
+def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` entries; little text gives fewer. Text never turns into special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=1,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((turn.text for d in documents for turn in d), trainer)
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def encode(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """Token ids, and which of them are trained on: running text, or what the assistant says with the end of its turn."""
+    start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
+    ids, trained = [start], [False]
+    for turn in document:
+        if turn.role is not None:
+            ids.append(tokenizer.token_to_id(f'<|{turn.role}|>'))
+            trained.append(False)
+        tokens = [*tokenizer.encode(turn.text).ids, end]
+        ids += tokens
+        trained += [turn.trained] * len(tokens)
+    return ids, trained
+
+
+def windows(ids: list[int], trained: list[bool], length: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Inputs and shifted labels, cut after every `length` tokens: each token but the first is a label exactly once."""
+    labels = [token if keep else IGNORE for token, keep in zip(ids, trained)]
+    for i in range(0, len(ids) - 1, length):
+        yield ids[i : min(i + length, len(ids) - 1)], labels[i + 1 : i + 1 + length]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One side of the split, cut into rows; `cut` documents gave several, `untrained` rows hold no label and are left out."""
+
+    documents: int
+    rows: list[tuple[list[int], list[int]]]
+    cut: int
+    untrained: int
+
+    @classmethod
+    def of(cls, documents: list[Document], tokenizer: Tokenizer, length: int) -> _Part:
+        cuts = [list(windows(*encode(d, tokenizer), length)) for d in documents]
+        rows = [row for rows in cuts for row in rows]
+        kept = [row for row in rows if any(label != IGNORE for label in row[1])]
+        return cls(len(documents), kept, sum(len(rows) > 1 for rows in cuts), len(rows) - len(kept))
+
+    @property
+    def labels(self) -> np.ndarray:
+        labels = np.array([label for row in self.rows for label in row[1]])
+        return labels[labels != IGNORE]
+
+    def samples(self, length: int, padding: int) -> Samples:
+        def pad(row: list[int], value: int) -> list[int]:
+            return row + [value] * (length - len(row))
+
+        inputs = np.array([pad(inputs, padding) for inputs, _ in self.rows], dtype=np.int32)
+        return Samples(inputs, np.array([pad(labels, IGNORE) for _, labels in self.rows], dtype=np.int32))
+
+    def __str__(self) -> str:
+        text = f'{self.documents:,} documents, {len(self.labels):,} tokens, {len(self.rows):,} samples'
+        left_out = f'; {self.untrained:,} more without a token of a response are left out' if self.untrained else ''
+        return f'{text} ({self.cut:,} documents were cut{left_out})'
+
+
+def _build(documents: list[Document], source: str, vocab_size: int, seq_length: int, folder: Path) -> None:
+    texts = split(documents)
+    tokenizer = train_tokenizer(texts[0], vocab_size)
+    train, held_out = (_Part.of(part, tokenizer, seq_length) for part in texts)
+    lines = [f'data      {source}', f'train     {train}', f'held out  {held_out}']
+    if len(held_out.rows) > HELD_OUT_SAMPLES:
+        lines.append(f'          of which the first {HELD_OUT_SAMPLES} samples are used')
+        held_out = _Part(held_out.documents, held_out.rows[:HELD_OUT_SAMPLES], held_out.cut, held_out.untrained)
+    longest = max(len(row[0]) for part in (train, held_out) for row in part.rows)
+    length = -(-longest // 8) * 8
+    size = tokenizer.get_vocab_size()
+    lines.append(f'tokens    byte-level BPE with {size:,} entries, samples of up to {min(length, seq_length)} tokens')
+    unigram = unigram_nats(train.labels, held_out.labels, size)
+    about = {'vocab_size': size, 'unigram_nats': unigram, 'summary': '\n'.join(lines)}
+
+    padding = tokenizer.token_to_id(END)
+    arrays = {}
+    for name, part in (('train', train), ('held_out', held_out)):
+        samples = part.samples(length, padding)
+        arrays |= {f'{name}_inputs': samples.inputs, f'{name}_labels': samples.labels}
+    _write(folder, tokenizer, arrays, about)
+
+
+def unigram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Nats per held-out token of add-one smoothed token frequencies: `-mean log((count + 1) / (tokens + V))`."""
+    counts = np.bincount(train, minlength=vocab_size) + 1
+    return float(-np.log(counts[held_out] / counts.sum()).mean())
+
+
+def _write(folder: Path, tokenizer: Tokenizer, arrays: dict[str, np.ndarray], about: dict) -> None:
+    """All or nothing: written beside, then renamed, so that an interrupted run leaves no half-made folder."""
+    beside = folder.with_name(f'{folder.name}.{os.getpid()}')
+    beside.mkdir(parents=True)
+    tokenizer.save(str(beside / 'tokenizer.json'))
+    np.savez(beside / 'samples.npz', **arrays)
+    (beside / 'about.json').write_text(json.dumps(about))
+    if folder.exists():  # another run was quicker
+        shutil.rmtree(beside)
+    else:
+        beside.replace(folder)

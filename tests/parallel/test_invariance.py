@@ -1,0 +1,60 @@
+"""The promise: one global batch gives the same loss, gradients and metrics under every layout and split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradients import compare, padding_grad
+from invariance import EMPTY_RANK, UNEVEN, Split, even, reference, train_once
+from ranks import run_ranks
+from tiny_gpt import Layout, Spec
+
+GPT = Spec(vocab_size=62, pad_vocab_to=4)
+MIXTURE = Spec(vocab_size=62, pad_vocab_to=4, experts=4, layers=2)
+
+
+def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **kwargs) -> None:
+    """One case against the one-process reference: 1e-9 of each tensor's largest entry, in float64."""
+    init = init or {}
+    expected = reference(spec, init)
+    results = run_ranks(train_once, layout.world, spec, layout, split, kwargs.pop('loss', 'ChunkedCrossEntropyLoss'), init,
+                        kwargs.pop('ddp', None), timeout=90)
+    for rank, result in enumerate(results):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-9), f'rank {rank}'
+        assert result.loss == results[0].loss, 'ranks must return the bitwise same loss'
+        assert result.metrics == results[0].metrics, 'ranks must return the same metrics'
+        assert {key: result.metrics[key] for key in ('loss', 'correct_tokens', 'total_tokens')} == expected.metrics
+        assert result.metrics['values']['loss'] == pytest.approx(expected.loss, rel=1e-9)
+    worst = compare([result.grads for result in results], expected.grads)
+    assert worst.error < 1e-9, worst
+    assert padding_grad([result.grads for result in results], spec) == 0
+    last = results[-1]  # the last rank is on the last stage, in the last replica
+    at = split.replicas[-1]
+    assert len(last.logps) == len(at)
+    for found, rows in zip(last.logps, at):
+        torch.testing.assert_close(found, expected.logps[0][list(rows)], rtol=1e-9, atol=1e-9)
+
+
+PAIRWISE = [
+    (Layout(), even(1, 1)),
+    (Layout(), UNEVEN[1]),
+    (Layout(tp=2), even(1, 4)),
+    (Layout(tp=4, sp=True), even(1, 2)),
+    (Layout(pp=2), UNEVEN[1]),
+    (Layout(pp=2, vpp=2), even(1, 4)),
+    (Layout(pp=2, vpp=2, tp=2), UNEVEN[1]),
+    (Layout(cp=2), even(1, 4)),
+    (Layout(dp=2), UNEVEN[2]),
+    (Layout(dp=2), EMPTY_RANK),
+    (Layout(tp=2, sp=True, cp=2), UNEVEN[1]),
+    (Layout(pp=2, dp=2), UNEVEN[2]),
+    (Layout(dp=2, cp=2), even(2, 2)),
+    (Layout(dp=4), UNEVEN[4]),
+    (Layout(tp=2, pp=2, dp=2), EMPTY_RANK),
+    (Layout(tp=2, pp=2, cp=2), even(1, 2)),
+]
+
+
+@pytest.mark.parametrize(('layout', 'split'), PAIRWISE, ids=lambda x: str(x))
+def test_loss_gradients_and_metrics_do_not_depend_on_layout_or_split(layout, split):
+    check(GPT, layout, split)

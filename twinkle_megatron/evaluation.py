@@ -1,0 +1,145 @@
+"""One loss and some metrics on one micro-batch: a single sweep over the logits serves them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .arguments import reject_unknown
+from .batch import TokenBatch
+from .data_format import InputFeature, ModelOutput
+from .groups import Groups, group_size
+from .loss.base import TokenLoss
+from .metric import Metric
+from .vocab_parallel import TokenStats, VocabShard, token_stats
+
+
+class Seen(NamedTuple):
+    """What the head found on one micro-batch: logits `[b, s, V/tp]` and the statistics `[b, s]` of one sweep over them."""
+
+    logits: Tensor
+    shard: VocabShard
+    stats: TokenStats
+
+
+class Evaluation:
+    """The loss and the metrics of one call, over a global batch of known size.
+
+    Args:
+        loss: a `Loss` or a callable `(inputs, outputs, **extra)`.
+        metrics: fed once a micro-batch.
+        groups: of this rank.
+        shard_of: the vocabulary shard for a number of local columns.
+        facts: what metrics are told beside, such as the learning rate.
+    """
+
+    def __init__(
+        self, loss: Callable[..., Any], metrics: Sequence[Metric], groups: Groups,
+        shard_of: Callable[[int], VocabShard], facts: Mapping[str, Any],
+    ) -> None:
+        self.loss = loss
+        self.ignore_index = int(getattr(loss, 'ignore_index', -100))
+        self._metrics = [(metric, _accepted(metric, facts)) for metric in metrics]
+        self._groups = groups
+        self._shard_of = shard_of
+        wanted = set(getattr(loss, 'needs', {'log_prob'}))
+        self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
+
+    def sweep(self, logits: Tensor, labels: Tensor) -> Seen:
+        """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP."""
+        shard = self._shard_of(logits.shape[-1])
+        flags = {name: True for name in self._needs if name in ('entropy', 'mean_logit', 'argmax')}
+        stats = token_stats(
+            logits, labels, shard=shard, temperature=getattr(self.loss, 'temperature', 1.0), ignore_index=self.ignore_index,
+            chunk_size=getattr(self.loss, 'chunk_size', None), reuse_storage=self._may_reuse, **flags,
+        )
+        return Seen(logits, shard, stats)
+
+    def contribution(
+        self, inputs: dict[str, Any], extra: Mapping[str, Any], seen: Seen, tokens: int, micro_batches: int,
+    ) -> Tensor:
+        """This micro-batch's summand of the global loss: summed over micro-batches and DP×CP ranks it is that loss.
+
+        `tokens` and `micro_batches` are those of the global batch. Feeds the metrics too.
+        """
+        features = cast(InputFeature, inputs)
+        batch = TokenBatch.of(features, self.ignore_index, tokens)
+        assert seen.stats.log_prob is not None
+        outputs = ModelOutput(token_stats=seen.stats, logps=seen.stats.log_prob, vocab_shard=seen.shard)
+        if seen.stats.entropy is not None:
+            outputs['entropies'] = seen.stats.entropy
+        if isinstance(self.loss, TokenLoss):
+            reject_unknown(extra, (), type(self.loss).__name__)
+            share = self.loss.contribution(batch, seen.stats)
+        else:
+            outputs['logits'] = seen.logits
+            share = self._foreign(self.loss(features, outputs, **extra), tokens, micro_batches)
+        self._feed(features, outputs, share, batch, tokens)
+        return share
+
+    def _foreign(self, result: Any, tokens: int, micro_batches: int) -> Tensor:
+        """A custom loss's result as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
+        every micro-batch."""
+        loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"a loss must return a scalar tensor or {{'loss': scalar tensor, 'num_tokens': n}}, got {got}")
+        weight = tokens if int(count) > 0 else micro_batches * group_size(self._groups.cp)
+        return loss.reshape(()) / max(weight, 1)
+
+    def _feed(self, inputs: InputFeature, outputs: ModelOutput, share: Tensor, batch: TokenBatch, tokens: int) -> None:
+        if not self._metrics:
+            return
+        told = _detached(outputs)
+        told['loss'], told['num_tokens'] = share.detach().double() * tokens, batch.count
+        for metric, facts in self._metrics:
+            metric.accumulate(inputs, told, **facts)
+
+    @property
+    def _may_reuse(self) -> bool:
+        return bool(getattr(self.loss, 'inplace_backward', False)) and isinstance(self.loss, TokenLoss)
+
+
+def _accepted(metric: Metric, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts that this metric's `accumulate` names, or all if it takes any keyword."""
+    parameters = inspect.signature(metric.accumulate).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(facts)
+    names = {p.name for p in parameters}
+    return {name: value for name, value in facts.items() if name in names}
+
+
+def _detached(outputs: ModelOutput) -> ModelOutput:
+    out = {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
+    stats = outputs.get('token_stats')
+    if stats is not None:
+        out['token_stats'] = map_stats(stats, Tensor.detach)
+    return cast(ModelOutput, out)
+
+
+def map_stats(stats: TokenStats, change: Callable[[Tensor], Tensor]) -> TokenStats:
+    """`stats` with every tensor changed."""
+    values = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
+    return TokenStats(**{name: None if value is None else change(value) for name, value in values.items()})
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
+        ctx.like = x.shape, x.dtype, x.device
+        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device), None
+
+
+def nothing(x: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+    """Zeros that send exact zeros back to `x`, whatever it holds: keeps a pipeline going without training anything."""
+    return _Nothing.apply(x, shape)

@@ -1,0 +1,82 @@
+"""Several forward-backward calls before one step: the exact mean over all their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from .schedule import Runner
+
+
+class Accumulation:
+    """Keeps what each call weighs, so that the gradient is the token mean over all calls since the last step.
+
+    A call with G tokens adds w · (gradient of its mean), w = G under Megatron's `calculate_per_token_loss`, else G / G_first
+    so that a single call is not scaled at all; finalising reduces over ranks and divides by Σ w. What is reduced must not be
+    reduced again: a call after a finalised one sets the gradients aside until its own finalisation, at the cost of one more
+    gradient buffer. Calls with `finalize=False` do without.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._forget()
+
+    def reset(self) -> None:
+        """Zeroes the gradients and forgets the calls."""
+        self._forget()
+        self._runner.zero_gradients()
+
+    @contextmanager
+    def adding(self, tokens: int, sync: bool) -> Iterator[float]:
+        """Around one call: yields the scale of its gradient. After an exception nothing is accumulated any more."""
+        self._reopen()
+        first = self._first or float(tokens)
+        weight = float(tokens) if self._runner.per_token else tokens / first
+        try:
+            yield weight
+        except BaseException:
+            self.reset()
+            raise
+        self._first = first
+        self._weight += weight
+        if sync:
+            self._close()
+
+    def ready(self) -> bool:
+        """Finalises what calls left unfinalised; False if there is nothing to step on. Collective over the layout."""
+        if self._weight == 0:
+            return False
+        if not self._finalized:
+            self._runner.finalize()
+            self._close()
+        return True
+
+    def _forget(self) -> None:
+        self._first: float | None = None
+        self._weight = 0.0
+        self._finalized = False
+        self._aside: list[Tensor] = []
+        self._aside_weight = 0.0
+
+    def _reopen(self) -> None:
+        """Turns the finalised mean back into a sum that more calls can be added to."""
+        if not self._finalized:
+            return
+        if self._runner.reduces:
+            self._aside = [buffer.clone() for buffer in self._runner.gradient_buffers()]
+            self._aside_weight = self._weight
+            self._runner.zero_gradients()
+        else:
+            self._runner.scale_gradients(self._weight)
+        self._finalized = False
+
+    def _close(self) -> None:
+        if self._aside:
+            for buffer, before in zip(self._runner.gradient_buffers(), self._aside):
+                buffer.add_(before, alpha=self._aside_weight)
+            self._aside = []
+        if self._weight != 1:
+            self._runner.scale_gradients(1 / self._weight)
+        self._finalized = True

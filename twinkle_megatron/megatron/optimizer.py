@@ -1,0 +1,57 @@
+"""One optimizer step, with Megatron's optimizers or with torch's on bare chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..groups import Groups, group_device, group_rank, group_size
+
+
+def is_megatron(optimizer: Any) -> bool:
+    """Whether this is one of Megatron's optimizers, which hold their own master weights and gradient norms."""
+    return callable(getattr(optimizer, 'prepare_grads', None))
+
+
+def learning_rate(optimizer: Any) -> float | list[float]:
+    """The learning rate, or the distinct ones of several parameter groups in their order."""
+    rates = list(dict.fromkeys(float(group['lr']) for group in optimizer.param_groups))
+    return rates[0] if len(rates) == 1 else rates
+
+
+def step_optimizer(
+    optimizer: Any, models: Sequence[Any], groups: Groups, max_norm: float | None,
+) -> tuple[bool, float | None]:
+    """Clips to `max_norm` and steps. Returns whether a step was taken, and the norm before clipping."""
+    if not is_megatron(optimizer):
+        norm = clip_bare([p for model in models for p in model.parameters()], groups, max_norm)
+        optimizer.step()
+        return True, norm
+    for part in (optimizer, *getattr(optimizer, 'chained_optimizers', ())):
+        # an infinite bound clips nothing but has Megatron compute the norm
+        part.config.clip_grad = math.inf if max_norm is None else max_norm
+    stepped, norm, _ = optimizer.step()
+    return bool(stepped), None if norm is None else float(norm)
+
+
+def clip_bare(parameters: Sequence[Tensor], groups: Groups, max_norm: float | None) -> float:
+    """2-norm over the model of bare chunks, where parameters without a tensor parallel split count once. Clips in place."""
+    once = group_rank(groups.tp) == 0
+    graded = [(p, p.grad) for p in parameters if p.grad is not None]
+    mine = [g for p, g in graded if once or getattr(p, 'tensor_model_parallel', False)]
+    square = torch.zeros((), dtype=torch.float64)
+    for grad in mine:
+        square = square.to(grad.device) + grad.detach().double().square().sum()
+    if group_size(groups.tp) > 1:
+        square = square.to(group_device(groups.tp))
+        dist.all_reduce(square, group=groups.tp)
+    norm = math.sqrt(float(square))
+    if max_norm is not None and norm > max_norm:
+        for _, grad in graded:
+            grad.mul_(max_norm / (norm + 1e-6))
+    return norm

@@ -1,0 +1,10 @@
+"""Training metrics: sums as state, one reduction over the data parallel group, the same numbers on every rank."""
+
+from .accuracy import Accuracy
+from .base import Metric
+from .build import build_metric
+from .loss import LossMetric
+from .state import MAXIMUM, MINIMUM, SUM, Field
+from .train import TrainMetric
+
+__all__ = ['MAXIMUM', 'MINIMUM', 'SUM', 'Accuracy', 'Field', 'LossMetric', 'Metric', 'TrainMetric', 'build_metric']

@@ -1,0 +1,40 @@
+"""Makes a metric from what a person hands to `add_metric`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arguments import reject_unknown
+from .accuracy import Accuracy
+from .base import Metric
+from .loss import LossMetric
+from .train import TrainMetric
+
+METRICS: dict[str, type[Metric]] = {cls.__name__: cls for cls in (TrainMetric, LossMetric, Accuracy)}
+
+
+def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None, **init: Any) -> Metric:
+    """A metric from its class, its name, or an instance.
+
+    A class is called with `device_mesh`, `process_group` and `init`. An instance that has neither is given both. Any
+    class with `accumulate`, `calculate` and `reset` will do. ValueError for a function, an unknown name, or `init`
+    beside an instance.
+    """
+    if isinstance(metric, str):
+        reject_unknown({metric: None}, METRICS, 'twinkle_megatron.metric')
+        metric = METRICS[metric]
+    if not all(callable(getattr(metric, name, None)) for name in ('accumulate', 'calculate', 'reset')):
+        raise ValueError(
+            'metric must be a Metric class, an instance or a name, because it needs accumulate, calculate and reset, '
+            f'got {getattr(metric, "__qualname__", None) or type(metric).__name__}, which lacks them: a function '
+            'cannot be reset, so make it a subclass of Metric'
+        )
+    if isinstance(metric, type):
+        return metric(device_mesh=device_mesh, process_group=process_group, **init)
+    if init:
+        raise ValueError(f'{type(metric).__name__} is an instance already and takes no {sorted(init)}; pass the class')
+    if getattr(metric, 'device_mesh', None) is None and getattr(metric, 'process_group', None) is None:
+        metric.device_mesh, metric.process_group = device_mesh, process_group
+        if isinstance(metric, Metric):
+            metric.check_groups()
+    return metric

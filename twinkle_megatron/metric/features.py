@@ -1,0 +1,101 @@
+"""Reads what `accumulate` is given: one micro-batch or a list of them, tensors, numpy arrays or plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""The label of a token that is not trained and not counted."""
+
+Features = Mapping[str, Any]
+
+
+def micro_batches(inputs: Any, outputs: Any) -> list[tuple[list[Features], Features]]:
+    """Each dictionary of `outputs` with the inputs that it was computed from.
+
+    `outputs` may be a list aligned with the list `inputs`, or one dictionary over all of `inputs`. None or an empty
+    list stand for a rank without data. ValueError where the two cannot be paired.
+    """
+    features = _dicts(inputs, 'inputs')
+    if outputs is None:
+        return []
+    if isinstance(outputs, Mapping):
+        return [(features, outputs)]
+    results = _dicts(outputs, 'outputs')
+    if features and len(results) != len(features):
+        raise ValueError(
+            f'outputs must hold one entry for each of the {len(features)} micro-batches of inputs, got {len(results)}'
+        )
+    return [([feature], result) for feature, result in zip(features, results)] or [([], result) for result in results]
+
+
+def _dicts(value: Any, name: str) -> list[Features]:
+    if value is None:
+        return []
+    items = [value] if isinstance(value, Mapping) else value
+    if not isinstance(items, Sequence) or isinstance(items, str) or not all(isinstance(i, Mapping) for i in items):
+        raise ValueError(f'{name} must be a dictionary or a list of dictionaries, got {_what(value)}')
+    return list(items)
+
+
+def _what(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f'{type(value).__name__} of {", ".join(sorted({type(item).__name__ for item in value}))}'
+    return type(value).__name__
+
+
+def labels_of(features: Features) -> Tensor | None:
+    """The labels as int64, or None where there are none."""
+    labels = features.get('labels')
+    return None if labels is None else _integers(labels, 'labels').to(torch.int64)
+
+
+def counted_of(features: Features, labels: Tensor) -> Tensor:
+    """Which tokens count, as bool: not ignored, and `completion_mask`, if there is one, not 0."""
+    counted = labels != IGNORED
+    mask = features.get('completion_mask')
+    if mask is None:
+        return counted
+    mask = as_tensor(mask, 'completion_mask').to(labels.device, non_blocking=True)
+    if mask.shape != labels.shape:
+        raise ValueError(
+            f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}; '
+            'was it shifted with the labels?'
+        )
+    return counted & (mask != 0)
+
+
+def token_count(features: Sequence[Features]) -> Tensor | None:
+    """Counted tokens of these micro-batches, or None where one has no labels."""
+    total = None
+    for feature in features:
+        labels = labels_of(feature)
+        if labels is None:
+            return None
+        count = counted_of(feature, labels).sum()
+        total = count if total is None else total + count.to(total.device)
+    return total
+
+
+def as_tensor(value: Any, name: str) -> Tensor:
+    """A tensor as it is; numpy arrays and (nested) lists copied into one on the CPU. ValueError if they are ragged."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.tensor(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{name} must be a tensor, an array or a list of equally long lists: {error}') from error
+
+
+def _integers(value: Any, name: str) -> Tensor:
+    tensor = as_tensor(value, name)
+    if tensor.numel() == 0:
+        return tensor  # an empty list carries no dtype
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f'{name} must hold integer ids, got {tensor.dtype}')
+    return tensor

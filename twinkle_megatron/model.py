@@ -1,0 +1,200 @@
+"""MegatronModel: Twinkle's training interface over Megatron-Core model chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import loss as losses
+from .arguments import reject_unknown
+from .evaluation import Evaluation
+from .groups import Groups
+from .megatron import checks
+from .megatron.accumulation import Accumulation
+from .megatron.optimizer import learning_rate, step_optimizer
+from .megatron.plan import Limits, make_plan
+from .megatron.schedule import Outcome, Runner
+from .metric import Metric, build_metric
+from .vocab_parallel import VocabShard
+
+
+class MegatronModel:
+    """Trains and evaluates Megatron-Core chunks with this package's losses and metrics.
+
+    The gradient, the loss and every metric are those of the global batch: the same numbers, up to rounding, under every TP,
+    PP, VPP, CP, DP and SP layout and every split into micro-batches.
+
+    Args:
+        chunks: this rank's model chunks (one, or a list under the interleaved schedule), wrapped in Megatron's
+            DistributedDataParallel, or bare where there is no DP, CP, PP and SP.
+        optimizer: Megatron's (`get_megatron_optimizer`); a torch optimizer for bare chunks. None: no training steps.
+        scheduler: `step(increment)` or `step()` is called after each optimizer step; one increment is one step.
+        groups: `Groups` or a `ProcessGroupCollection`; None: Megatron's global groups.
+        vocab_size: true vocabulary size, if the model's is padded. Ids at or past it take no probability.
+
+    Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same on all
+    TP, PP and CP ranks. ValueError, on every rank, for a layout or configuration that would give wrong gradients.
+    """
+
+    def __init__(
+        self, chunks: Any, optimizer: Any = None, scheduler: Any = None, groups: Any = None, *, vocab_size: int | None = None,
+    ) -> None:
+        self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
+        self.optimizer, self.scheduler = optimizer, scheduler
+        collection = None if groups is None or isinstance(groups, Groups) else groups
+        self.groups = groups if isinstance(groups, Groups) else Groups.from_megatron(collection)
+        models, self.config = checks.unwrap(self.chunks)
+        checks.check_chunks(self.chunks, models, self.config, self.groups, optimizer)
+        known = getattr(models[0], 'vocab_size', None)
+        checks.check_vocab_size(vocab_size, known)
+        self.vocab_size: int | None = vocab_size if vocab_size is not None else known
+        self._runner = Runner(self.chunks, models, self.config, self.groups, collection)
+        self._limits = Limits.of(models[0], self.config, self.groups, self.vocab_size, len(self.chunks))
+        self._accumulation = Accumulation(self._runner)
+        self._loss: Callable[..., Any] | None = None
+        self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
+        self._shards: dict[int, VocabShard] = {}
+        self._steps = 0
+        self._grad_norm: float | None = None
+
+    def set_loss(self, loss: Any, **init: Any) -> None:
+        """Sets the loss: a class of this package (made with `init`), its name, an instance, or any callable
+        `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`."""
+        if isinstance(loss, str):
+            reject_unknown({loss: None}, losses.__all__, 'twinkle_megatron.loss')
+            loss = getattr(losses, loss)
+        if isinstance(loss, type):
+            loss = loss(**init)
+        elif init:
+            raise ValueError(f'{type(loss).__name__} is an instance already and takes no {sorted(init)}; pass the class')
+        if not callable(loss):
+            raise ValueError(f'loss must be a loss class, an instance, a name or a callable, got {type(loss).__name__}')
+        if getattr(loss, 'reduction', 'mean') == 'none':
+            raise ValueError("reduction='none' gives no number to train; use 'mean' (or 'sum', which trains the same mean)")
+        self._loss = loss
+
+    def add_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
+        """Adds a metric: a class (made with `init`, `device_mesh` and the DP×CP group), its name, or an instance.
+
+        It is fed by `forward_backward` (is_training True), by `forward_only` (False), or for a class or name by default by
+        both, as two separate metrics; an instance goes to training by default.
+        """
+        both = is_training is None and (isinstance(metric, (str, type)))
+        for mode in (True, False) if both else (is_training is not False,):
+            made = build_metric(metric, device_mesh=self.groups, process_group=self.groups.dp_cp, **init)
+            self._metrics[mode].append(made)
+
+    def set_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
+        """`add_metric` in place of the metrics added before."""
+        for mode in (True, False) if is_training is None else (is_training,):
+            self._metrics[mode] = []
+        self.add_metric(metric, is_training, **init)
+
+    def forward_backward(
+        self, inputs: Any, micro_batch_size: int | None = None, *, finalize: bool = True, **extra: Any,
+    ) -> dict[str, Any]:
+        """Accumulates the gradient of the mean loss over this call's global batch.
+
+        Args:
+            inputs: this replica's micro-batches (InputFeature with 2-D tensors `[b, s]`, or one packed row `[1, T]` with
+                `position_ids` or `cu_seqlens`), or samples (1-D), collated by `micro_batch_size`. Labels are shifted already.
+            finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss. With
+                False they stay local sums until a later call or the step finalises, which saves that much communication.
+            extra: keywords for a custom loss; tensors and lists with one entry a sample are split like the samples.
+
+        Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the log-prob of
+        each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step accumulate the
+        mean over all their tokens. A global batch without trained tokens gives 0.0 and no gradient.
+
+        An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no gradient.
+        """
+        return self._run(inputs, micro_batch_size, extra, training=True, sync=finalize)
+
+    @torch.no_grad()
+    def forward_only(self, inputs: Any, micro_batch_size: int | None = None, **extra: Any) -> dict[str, Any]:
+        """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
+        modes = [chunk.training for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            return self._run(inputs, micro_batch_size, extra, training=False, sync=False)
+        finally:
+            for chunk, mode in zip(self.chunks, modes):
+                chunk.train(mode)
+
+    def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
+        """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes gradients.
+
+        Returns the norm before clipping, the same on every rank, or None where no step was taken: nothing was accumulated
+        (no trained tokens, or the last call failed), or the loss scaler found inf or NaN.
+        """
+        if self.optimizer is None:
+            raise ValueError('clip_grad_and_step needs an optimizer: MegatronModel(chunks, optimizer=...)')
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f'max_grad_norm must be > 0, or None for no clipping, got {max_grad_norm!r}')
+        if not self._accumulation.ready():
+            return None
+        stepped, norm = step_optimizer(self.optimizer, self._runner.models, self.groups, max_grad_norm)
+        self.zero_grad()
+        if not stepped:
+            return None
+        rate = learning_rate(self.optimizer)
+        checks.step_scheduler(self.scheduler)
+        self._steps += 1
+        self._grad_norm = norm
+        for metric in self._metrics[True]:
+            report = getattr(metric, 'on_step', None)
+            if report is not None:
+                report(lr=rate, step=self._steps, gradient_accumulation_steps=1, grad_norm=norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forgets the accumulated gradients."""
+        self._accumulation.reset()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:
+        """What the metrics of training (or of evaluation) say, for display, the same on every rank; resets them."""
+        return {key: value for metric in self._metrics[is_training] for key, value in (metric.calculate() or {}).items()}
+
+    def metric_values(self, is_training: bool = True) -> dict[str, float]:
+        """The same as floats, for loggers, without a reset."""
+        return {key: value for metric in self._metrics[is_training] for key, value in metric.values().items()}
+
+    def _run(self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], training: bool, sync: bool) -> dict[str, Any]:
+        if self._loss is None:
+            raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
+        checks.check_extra(self._loss, extra)
+        evaluation = Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
+        plan = make_plan(inputs, micro_batch_size, extra, self.groups, self._limits, evaluation.ignore_index, needs_labels=True)
+        if not plan.items or (training and plan.tokens == 0):
+            zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
+            return self._result(Outcome(0.0, zeros if self.groups.is_last_stage else []))
+        if not training:
+            return self._result(self._runner.run(plan, evaluation, training=False, scale=1.0, sync=False))
+        with self._accumulation.adding(plan.tokens, sync) as scale:
+            outcome = self._runner.run(plan, evaluation, training=True, scale=scale, sync=sync)
+        return self._result(outcome)
+
+    @staticmethod
+    def _result(outcome: Outcome) -> dict[str, Any]:
+        return {'loss': outcome.loss, 'logps': outcome.logps}
+
+    def _shard(self, local_size: int) -> VocabShard:
+        if local_size not in self._shards:
+            self._shards[local_size] = VocabShard.from_group(local_size, self.groups.tp, self.vocab_size)
+        return self._shards[local_size]
+
+    def _facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {'loss_reduction': 'sum', 'step': self._steps, 'gradient_accumulation_steps': 1}
+        if self.optimizer is not None:
+            facts['lr'] = learning_rate(self.optimizer)
+        if self._grad_norm is not None:
+            facts['grad_norm'] = self._grad_norm
+        return facts
+
+
+__all__: Sequence[str] = ['MegatronModel']
