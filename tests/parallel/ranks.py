@@ -85,11 +85,12 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
     context = multiprocessing.get_context('spawn' if DEVICE == 'cuda' else 'fork')
     folder = Path(tempfile.mkdtemp(prefix='ranks-'))
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
+    all_started = context.Barrier(n)
     ranks = []
     try:
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []
-            work = (rank, n, folder, writer, inherited, os.getpid(), timeout, fn, args)
+            work = (rank, n, folder, writer, inherited, all_started, os.getpid(), timeout, fn, args)
             ranks.append(context.Process(target=_rank_main, args=work, daemon=True))
             ranks[-1].start()
             writer.close()
@@ -181,28 +182,37 @@ def _rank_main(
     folder: Path,
     writer: connection.Connection,
     inherited: list,
+    all_started: Any,
     parent: int,
     timeout: float,
     fn: Callable[..., Any],
     args: tuple,
 ) -> None:
-    """The life of one rank. Leaves by `os._exit`: no exit handler of the parent, no destructor of gloo runs."""
+    """The life of one rank. No exit handler of the parent and no destructor of gloo runs.
+
+    Nobody calls `fn` before all ranks are connected, and one that has returned keeps its connections until the parent
+    ends it: neither its start nor its end disturbs the others. One that raises ends, so that they notice.
+    """
     os.setpgid(0, 0)
     _die_with(parent)
     for end in inherited:
         end.close()
-    try:
-        with open(folder / f'{rank}.stack', 'w') as stack:
-            faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    with open(folder / f'{rank}.stack', 'w') as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        try:
             _start(rank, n, folder, timeout)
+            all_started.wait(timeout)
             writer.send_bytes(_packed(Outcome(rank, _to_cpu(fn(*args)))))
-    except BaseException as error:
-        outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
-        writer.send_bytes(_packed(outcome))
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+            sys.stdout.flush()
+            while True:
+                signal.pause()
+        except BaseException as error:
+            outcome = Outcome(rank, None, type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
+            writer.send_bytes(_packed(outcome))
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 def _start(rank: int, n: int, folder: Path, timeout: float) -> None:

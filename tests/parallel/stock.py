@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from gradients import Part, collect_grads
+from gradients import Part, collect_grads, collect_weights
 from megatron.core import parallel_state as ps
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from tiny_gpt import Layout, Spec, batches, build, initialize, unwrapped, wrap
@@ -19,12 +20,42 @@ from twinkle_megatron.megatron.cpu_attention import zigzag_positions
 
 def train(spec: Spec, layout: Layout, micro_batches: int = 4, stock_loss: bool = False, **ddp: Any) -> dict[str, Part]:
     """Gradients of the global token mean of one batch, by Megatron's schedule in the layout; runs on every rank."""
+    chunks = prepare(spec, layout, stock_loss, **ddp)
+    backward(spec, layout, chunks, micro_batches)
+    return collect_grads(chunks)
+
+
+def step(spec: Spec, layout: Layout, distributed_optimizer: bool = False, **settings: Any) -> dict[str, Part]:
+    """Weights after one step of Megatron's Adam with clipped gradients; runs on every rank."""
+    chunks = prepare(spec, layout, distributed_optimizer=distributed_optimizer)
+    config = OptimizerConfig(
+        optimizer='adam',
+        lr=1e-2,
+        weight_decay=0.1,
+        clip_grad=0.5,
+        bf16=spec.dtype is torch.bfloat16,
+        params_dtype=spec.dtype,
+        use_distributed_optimizer=distributed_optimizer,
+        **settings,
+    )
+    optimizer = get_megatron_optimizer(config, chunks)
+    backward(spec, layout, chunks)
+    optimizer.step()
+    return collect_weights(chunks)
+
+
+def prepare(spec: Spec, layout: Layout, stock_loss: bool = False, **ddp: Any) -> list[Any]:
+    """Groups, model and DDP, with the plain loss unless `stock_loss`."""
     initialize(layout)
     chunks = wrap(build(spec, layout), **ddp)
     cpu.check_config(chunks[0].config, len(chunks))
-    if not stock_loss:
-        for chunk in chunks:
-            plain_loss(unwrapped(chunk), spec)
+    for chunk in chunks if not stock_loss else ():
+        plain_loss(unwrapped(chunk), spec)
+    return chunks
+
+
+def backward(spec: Spec, layout: Layout, chunks: list[Any], micro_batches: int = 4) -> None:
+    """One pass of Megatron's schedule, gradients finalised."""
     data = [_context_slice(b) for b in batches(spec, micro_batches, rank=ps.get_data_parallel_rank())]
     get_forward_backward_func()(
         forward_step_func=forward_step,
@@ -34,7 +65,6 @@ def train(spec: Spec, layout: Layout, micro_batches: int = 4, stock_loss: bool =
         seq_length=data[0]['tokens'].size(1) * layout.cp,
         micro_batch_size=data[0]['tokens'].size(0),
     )
-    return collect_grads(chunks)
 
 
 def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:

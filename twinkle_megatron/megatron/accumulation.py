@@ -49,7 +49,7 @@ class Accumulation:
         if self._weight == 0:
             return False
         if not self._finalized:
-            self._runner.finalize()
+            self._runner.finalize(started=False)
             self._close()
         return True
 

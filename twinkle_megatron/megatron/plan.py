@@ -152,12 +152,11 @@ def _checked(
     for index, (batch, own) in enumerate(zip(batches, extras)):
         check_micro_batch(batch, index, limits.vocab_size, ignore_index, needs_labels)
         shape = tuple(batch['input_ids'].shape)
-        if limits.max_length is not None and shape[1] > limits.max_length:
-            raise ValueError(
-                f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a row, the model's "
-                f'max_sequence_length, got {shape[1]}'
-            )
         boundaries = sequence_boundaries(batch)
+        longest = shape[1] if boundaries is None else int(boundaries.diff().max())
+        if limits.max_length is not None and longest > limits.max_length:
+            raise ValueError(f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
+                             f'max_sequence_length, got {longest}')
         if boundaries is not None and cp_size > 1:
             raise ValueError(
                 f'inputs[{index}] is a packed row, which cannot be split over context parallel ranks here; '

@@ -83,14 +83,22 @@ class Runner:
         self._schedule(call, training, sync)
         loss = self._agree(call, training, sync)
         if training and sync:
-            self.finalize()
+            self.finalize(started=True)
         return Outcome(loss, self._whole_sequences(call))
 
-    def finalize(self) -> None:
+    def finalize(self, started: bool) -> None:
         """Megatron's reductions of the accumulated gradients, without a division: the token counts of several calls are
-        summed first. Nothing for bare chunks. Collective over the layout."""
-        if self._finalize is not None:
-            self._finalize()
+        summed first. Nothing for bare chunks. Collective over the layout.
+
+        `started`: the schedule that just ended has started those reductions that overlap with the backward pass.
+        """
+        if self._finalize is None:
+            return
+        if not started:
+            for chunk in self.chunks:
+                if chunk.ddp_config.overlap_grad_reduce:
+                    chunk.start_grad_sync()
+        self._finalize()
 
     def zero_gradients(self) -> None:
         """Zeroes the gradients of every chunk."""
@@ -173,7 +181,7 @@ class Runner:
         if table[1]:
             if training:
                 if sync:
-                    self.finalize()  # completes reductions that overlap with the backward pass
+                    self.finalize(started=True)  # completes reductions that overlap with the backward pass
                 self.zero_gradients()
             raise_together(self.groups, call.error)
         return table[0]
@@ -282,6 +290,10 @@ def _with_positions(item: Item, model: Any) -> dict[str, Any]:
     if batch.get('position_ids') is None:
         rows, length = batch['input_ids'].shape
         positions = torch.arange(length, device=batch['input_ids'].device)
+        if item.boundaries is not None:
+            starts = item.boundaries.to(positions.device)
+            at = torch.bucketize(positions, starts[1:], right=True, out_int32=True).clamp(max=starts.numel() - 1)
+            positions = positions - starts[at]
         limit = getattr(model, 'max_sequence_length', None)
         if limit is not None:
             positions = positions.clamp(max=limit - 1)  # padding only: real tokens are checked to fit
