@@ -1,4 +1,4 @@
-"""Documents become samples: a split into train and held-out, a BPE vocabulary, rows of token ids with shifted labels."""
+"""Documents become samples: split into train and held-out, a BPE vocabulary, rows of token ids and shifted labels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMAT = 1  # raise it when the same documents would give other samples: the old
 
 @dataclass(frozen=True)
 class Samples:
-    """`inputs` and `labels`, int32 `[n, s]`: `labels[:, i]` is the token after `inputs[:, i]`, -100 where not trained."""
+    """`inputs` and `labels`, int32 `[n, s]`: `labels[:, i]` follows `inputs[:, i]`, -100 is not trained."""
 
     inputs: np.ndarray
     labels: np.ndarray
@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What training reads. `unigram_nats` is the held-out loss of a model that knows word frequencies and nothing else."""
+    """What training reads. `unigram_nats`: the held-out loss of a model that only knows token frequencies."""
 
     train: Samples
     held_out: Samples
@@ -66,7 +66,9 @@ def load(folder: Path) -> Dataset:
     """The dataset that `prepare` made."""
     about = json.loads((folder / 'about.json').read_text())
     with np.load(folder / 'samples.npz') as arrays:
-        train, held_out = (Samples(arrays[f'{part}_inputs'], arrays[f'{part}_labels']) for part in ('train', 'held_out'))
+        train, held_out = (
+            Samples(arrays[f'{part}_inputs'], arrays[f'{part}_labels']) for part in ('train', 'held_out')
+        )
     return Dataset(train, held_out, about['vocab_size'], about['unigram_nats'], about['summary'])
 
 
@@ -92,7 +94,7 @@ def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries; little text gives fewer. Text never turns into special tokens."""
+    """A byte-level BPE of at most `vocab_size` entries, fewer for little text. Text never turns into special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -109,7 +111,7 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
 
 
 def encode(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids, and which of them are trained on: running text, or what the assistant says with the end of its turn."""
+    """Token ids, and which are trained on: running text, or what the assistant says and the end of its turn."""
     start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
     ids, trained = [start], [False]
     for turn in document:
@@ -131,7 +133,7 @@ def windows(ids: list[int], trained: list[bool], length: int) -> Iterator[tuple[
 
 @dataclass(frozen=True)
 class _Part:
-    """One side of the split, cut into rows; `cut` documents gave several, `untrained` rows hold no label and are left out."""
+    """One side of the split as rows: `cut` documents gave several, `untrained` rows without a label are left out."""
 
     documents: int
     rows: list[tuple[list[int], list[int]]]

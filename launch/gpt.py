@@ -33,7 +33,7 @@ def build(args: argparse.Namespace, vocab_size: int) -> tuple[DistributedDataPar
         pre_process=ps.is_pipeline_first_stage(),
         post_process=ps.is_pipeline_last_stage(),
         position_embedding_type='rope',
-        share_embeddings_and_output_weights=bool(int(__import__('os').environ.get('TIE','0'))),
+        share_embeddings_and_output_weights=False,
     )
     init_weights(gpt, args.seed)
     if torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 DEFAULT_NAME = 'python-reference'
 
@@ -26,42 +27,51 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog='launch/local.sh',
-        description='Trains a small GPT with Megatron-Core, split over processes on this machine.',
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        usage='%(prog)s [OPTION ...]',
+        description='Trains a small GPT with Megatron-Core, split over tp * pp * dp processes on this machine.',
         allow_abbrev=False,
     )
-    whole, share = _number(int, 1), _number(float, 0.0)
-
-    data = parser.add_argument_group('data')
-    data.add_argument('--data', type=Path, help='JSON lines to train on; the default is Python\'s language reference')
-    data.add_argument('--vocab-size', type=_number(int, 300), default=8000, help='entries of the BPE vocabulary, at most')
-    data.add_argument('--seq-length', type=_number(int, 8), default=128, help='tokens of a sample, at most')
-
-    layout = parser.add_argument_group('layout: tp * pp * dp processes')
-    layout.add_argument('--tp', type=whole, default=1, help='tensor parallel size')
-    layout.add_argument('--pp', type=whole, default=1, help='pipeline parallel size')
-    layout.add_argument('--dp', type=whole, default=1, help='data parallel size')
-
-    model = parser.add_argument_group('model')
-    model.add_argument('--layers', type=whole, default=4)
-    model.add_argument('--hidden-size', type=whole, default=128)
-    model.add_argument('--heads', type=whole, default=4, help='attention heads')
-
-    training = parser.add_argument_group('training')
-    training.add_argument('--steps', type=whole, default=200, help='optimizer steps')
-    training.add_argument('--micro-batch-size', type=whole, default=4, help='samples of a micro-batch')
-    training.add_argument('--micro-batches', type=whole, default=4, help='micro-batches of a step, over all of dp')
-    training.add_argument('--lr', type=_number(float, 0.0, above=True), default=3e-3, help='highest learning rate')
-    training.add_argument('--warmup', type=share, default=0.1, help='share of the steps over which it rises')
-    training.add_argument('--weight-decay', type=share, default=0.1)
-    training.add_argument('--clip-grad', type=_number(float, 0.0, above=True), default=1.0, help='highest gradient norm')
-    training.add_argument('--seed', type=_number(int, 0), default=1234)
-
-    output = parser.add_argument_group('output')
-    output.add_argument('--log-every', type=whole, default=10, help='steps between two lines of figures')
-    output.add_argument('--eval-every', type=whole, default=50, help='steps between two held-out losses')
-    output.add_argument('--runs', type=Path, default=Path('runs'), help='folder of all runs')
-    output.add_argument('--name', help='folder of this run in there; made from the data and the layout if not given')
+    size, share, positive = _number(int, 1), _number(float, 0), _number(float, 0, above=True)
+    groups: dict[str, Any] = {
+        'data': [
+            ('data', Path, None, "JSON lines to train on; default: Python's language reference"),
+            ('vocab-size', _number(int, 300), 8000, 'entries of the BPE vocabulary, at most'),
+            ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents are cut'),
+        ],
+        'layout': [
+            ('tp', size, 1, 'tensor parallel size'),
+            ('pp', size, 1, 'pipeline parallel size'),
+            ('dp', size, 1, 'data parallel size'),
+        ],
+        'model': [
+            ('layers', size, 4, 'transformer layers'),
+            ('hidden-size', size, 128, 'width of the model'),
+            ('heads', size, 4, 'attention heads'),
+        ],
+        'training': [
+            ('steps', size, 300, 'optimizer steps'),
+            ('micro-batch-size', size, 2, 'samples of a micro-batch'),
+            ('micro-batches', size, 4, 'micro-batches of a step, over all of dp'),
+            ('lr', positive, 3e-3, 'highest learning rate, which then falls along a cosine to a tenth'),
+            ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
+            ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),
+            ('clip-grad', positive, 1.0, 'highest gradient norm'),
+            ('seed', _number(int, 0), 1234, 'of the weights and of the order of the samples'),
+        ],
+        'output': [
+            ('log-every', size, 10, 'steps between two lines of figures'),
+            ('eval-every', size, 50, 'steps between two held-out losses'),
+            ('runs', Path, Path('runs'), 'folder of all runs'),
+            ('name', str, None, 'folder of this run in there; default: made from the data and the layout'),
+        ],
+    }
+    for title, options in groups.items():
+        group = parser.add_argument_group(title)
+        for name, kind, default, what in options:
+            about = what if default is None else f'{what} ({default})'
+            metavar = {Path: 'PATH', str: 'NAME'}.get(kind, 'N')
+            group.add_argument(f'--{name}', type=kind, default=default, metavar=metavar, help=about)
+    parser.add_argument('--dataset', type=Path, help=argparse.SUPPRESS)  # launch/local.sh says where the samples lie
     return parser
 
 
@@ -75,7 +85,9 @@ def _number(kind: type[int] | type[float], least: float, above: bool = False) ->
         except ValueError:
             value = None
         if value is None or not (value > least if above else value >= least) or value == float('inf'):
-            raise argparse.ArgumentTypeError(f'must be {what} {"above" if above else "of at least"} {least:g}, got {text!r}')
+            raise argparse.ArgumentTypeError(
+                f'must be {what} {"above" if above else "of at least"} {least:g}, got {text!r}'
+            )
         return value
 
     return parse_number

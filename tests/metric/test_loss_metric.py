@@ -154,12 +154,12 @@ def test_many_small_micro_batches_do_not_drift():
 
 
 @pytest.mark.long
-def test_a_million_small_micro_batches_do_not_drift():
+def test_a_hundred_thousand_small_micro_batches_do_not_drift():
     metric = LossMetric()
     loss = torch.tensor(0.1)
-    for _ in range(1_000_000):
+    for _ in range(100_000):
         metric.accumulate(None, {'loss': loss, 'num_tokens': 1}, loss_reduction='sum')
-    assert metric.values()['loss'] == pytest.approx(loss.item(), rel=1e-10)
+    assert metric.values()['loss'] == pytest.approx(loss.item(), rel=1e-11)
 
 
 def test_the_loss_is_not_kept_by_reference_and_no_graph_is_kept():

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from twinkle_megatron.megatron import cpu
 
 DEVICE = os.environ.get('TWINKLE_TEST_DEVICE', 'cpu')
+_START = 120.0  # seconds until all ranks must be connected
 _GRACE = 1.0  # seconds that the others have to report after a first failure
 
 
@@ -78,23 +79,27 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
     On the CPU `fn` may be any callable and Megatron's CPU adapter is installed; on GPUs `fn` and `args` are pickled,
     and the test is skipped where there are fewer GPUs than ranks. Returned tensors come back as copies on the CPU.
 
-    With `collect_errors` the list holds one `Outcome` a rank, failed or not, and nothing is raised. Otherwise the
-    first failure, death or time-out ends all ranks and raises `RankFailure`. No process outlives the call.
+    `timeout`, in seconds, counts from when all ranks are connected. With `collect_errors` the list holds one `Outcome`
+    a rank, failed or not, and nothing is raised. Otherwise the first failure, death or time-out ends all ranks and
+    raises `RankFailure`. No process outlives the call.
     """
     _check_parent(n)
     context = multiprocessing.get_context('spawn' if DEVICE == 'cuda' else 'fork')
     folder = Path(tempfile.mkdtemp(prefix='ranks-'))
     pipes = [context.Pipe(duplex=False) for _ in range(n)]
-    all_started = context.Barrier(n)
+    started = context.Event()
+    all_started = context.Barrier(n, action=started.set)
     ranks = []
     try:
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []
             work = (rank, n, folder, writer, inherited, all_started, os.getpid(), timeout, fn, args)
-            ranks.append(context.Process(target=_rank_main, args=work, daemon=True))
-            ranks[-1].start()
+            process = context.Process(target=_rank_main, args=work, daemon=True)
+            process.start()
+            ranks.append(process)
             writer.close()
-        outcomes = _collect([reader for reader, _ in pipes], ranks, folder, timeout, collect_errors)
+        readers = [reader for reader, _ in pipes]
+        outcomes = _collect(readers, ranks, started, folder, timeout, collect_errors)
     finally:
         _end(ranks)
         for reader, _ in pipes:
@@ -122,22 +127,27 @@ def _check_parent(n: int) -> None:
         raise RuntimeError('ranks cannot be forked from a process with a process group; destroy it first')
 
 
-def _collect(readers: list, ranks: list, folder: Path, timeout: float, collect_errors: bool) -> list[Outcome]:
+def _collect(
+    readers: list, ranks: list, started: Any, folder: Path, timeout: float, collect_errors: bool
+) -> list[Outcome]:
     """One outcome a rank; without `collect_errors`, those still running a moment after a failure are left out."""
     outcomes: dict[int, Outcome] = {}
-    end = time.monotonic() + timeout
+    end, begun = time.monotonic() + _START, False
     grace_end = float('inf')
     while len(outcomes) < len(ranks) and (left := min(end, grace_end) - time.monotonic()) > 0:
         missing = [rank for rank in range(len(ranks)) if rank not in outcomes]
-        ready = connection.wait([readers[r] for r in missing] + [ranks[r].sentinel for r in missing], left)
+        anything = [readers[r] for r in missing] + [ranks[r].sentinel for r in missing]
+        ready = connection.wait(anything, left if begun else min(left, 0.05))
+        if not begun and started.is_set():
+            end, begun = time.monotonic() + timeout, True
         for rank in missing:
             if readers[rank] in ready or ranks[rank].sentinel in ready:
                 outcomes[rank] = _receive(rank, readers[rank], ranks[rank])
                 if outcomes[rank].error and not collect_errors:
                     grace_end = min(grace_end, time.monotonic() + _GRACE)
     if time.monotonic() >= end:
-        hanging = [rank for rank in range(len(ranks)) if rank not in outcomes]
-        outcomes.update(_hanging(hanging, ranks, folder, timeout))
+        message = f'still running after {timeout} s' if begun else f'not all ranks started within {_START} s'
+        outcomes.update(_hanging([rank for rank in range(len(ranks)) if rank not in outcomes], ranks, folder, message))
     return [outcomes[rank] for rank in sorted(outcomes)]
 
 
@@ -152,17 +162,17 @@ def _receive(rank: int, reader: connection.Connection, process: Any) -> Outcome:
     return Outcome(rank, error='Died', message=f'{how} before it returned a value')
 
 
-def _hanging(hanging: list[int], ranks: list, folder: Path, timeout: float) -> dict[int, Outcome]:
+def _hanging(hanging: list[int], ranks: list, folder: Path, message: str) -> dict[int, Outcome]:
     """Asks the ranks that are still running where they are."""
     for rank in hanging:
         os.kill(ranks[rank].pid, signal.SIGUSR1)
-    time.sleep(0.2 if hanging else 0)
-    message = f'still running after {timeout} s'
-    stacks = {rank: folder / f'{rank}.stack' for rank in hanging}
-    return {
-        rank: Outcome(rank, None, 'Timeout', message, stack.read_text() if stack.exists() else '', time.monotonic())
-        for rank, stack in stacks.items()
-    }
+    time.sleep(0.3 if hanging else 0)
+    outcomes = {}
+    for rank in hanging:
+        stack = folder / f'{rank}.stack'
+        where = stack.read_text() if stack.exists() else ''
+        outcomes[rank] = Outcome(rank, None, 'Timeout', message, where, time.monotonic())
+    return outcomes
 
 
 def _end(ranks: list) -> None:
@@ -201,7 +211,7 @@ def _rank_main(
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         try:
             _start(rank, n, folder, timeout)
-            all_started.wait(timeout)
+            all_started.wait(_START)
             writer.send_bytes(_packed(Outcome(rank, _to_cpu(fn(*args)))))
             sys.stdout.flush()
             while True:

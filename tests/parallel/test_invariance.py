@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cover import EVERY, Case, pairwise
 from gradients import compare, padding_grad
-from invariance import EMPTY_RANK, UNEVEN, Split, even, reference, train_once
+from invariance import UNEVEN, Split, reference, train_once
 from ranks import run_ranks
 from tiny_gpt import Layout, Spec
 
 GPT = Spec(vocab_size=62, pad_vocab_to=4)
-MIXTURE = Spec(vocab_size=62, pad_vocab_to=4, experts=4, layers=2)
+MIXTURE = Spec(vocab_size=62, pad_vocab_to=4, experts=4)
 
 
 def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **kwargs) -> None:
@@ -35,26 +36,27 @@ def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **
         torch.testing.assert_close(found, expected.logps[0][list(rows)], rtol=1e-9, atol=1e-9)
 
 
-PAIRWISE = [
-    (Layout(), even(1, 1)),
-    (Layout(), UNEVEN[1]),
-    (Layout(tp=2), even(1, 4)),
-    (Layout(tp=4, sp=True), even(1, 2)),
-    (Layout(pp=2), UNEVEN[1]),
-    (Layout(pp=2, vpp=2), even(1, 4)),
-    (Layout(pp=2, vpp=2, tp=2), UNEVEN[1]),
-    (Layout(cp=2), even(1, 4)),
-    (Layout(dp=2), UNEVEN[2]),
-    (Layout(dp=2), EMPTY_RANK),
-    (Layout(tp=2, sp=True, cp=2), UNEVEN[1]),
-    (Layout(pp=2, dp=2), UNEVEN[2]),
-    (Layout(dp=2, cp=2), even(2, 2)),
-    (Layout(dp=4), UNEVEN[4]),
-    (Layout(tp=2, pp=2, dp=2), EMPTY_RANK),
-    (Layout(tp=2, pp=2, cp=2), even(1, 2)),
-]
+def run_case(case: Case) -> None:
+    check(MIXTURE if case.ep > 1 else GPT, case.layout, case.cut)
 
 
-@pytest.mark.parametrize(('layout', 'split'), PAIRWISE, ids=lambda x: str(x))
-def test_loss_gradients_and_metrics_do_not_depend_on_layout_or_split(layout, split):
-    check(GPT, layout, split)
+COVER = pairwise()
+
+
+@pytest.mark.parametrize('case', COVER, ids=str)
+def test_loss_gradients_and_metrics_do_not_depend_on_layout_or_split(case):
+    run_case(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('case', [case for case in EVERY if case not in COVER], ids=str)
+def test_every_layout_and_split(case):
+    run_case(case)
+
+
+def test_the_short_list_covers_every_pair_of_settings():
+    assert set().union(*(case.pairs() for case in COVER)) == set().union(*(case.pairs() for case in EVERY))
+
+
+def test_four_replicas_of_which_one_has_no_trained_token():
+    check(GPT, Layout(dp=4), UNEVEN[4])

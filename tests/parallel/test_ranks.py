@@ -65,7 +65,7 @@ def test_a_rank_that_ends_is_reported_at_once(end, how):
     start = time.monotonic()
     with pytest.raises(RankFailure, match=f'^rank 2: .*{how}'):
         run_ranks(case, 3)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_a_hanging_rank_is_ended_in_time_and_says_where_it_was():
@@ -79,7 +79,7 @@ def test_a_hanging_rank_is_ended_in_time_and_says_where_it_was():
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r'(?s)^rank 0: Timeout: still running after 1 s.*in forgotten_collective'):
         run_ranks(case, 2, timeout=1)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 def test_every_rank_outcome_can_be_asked_for():
@@ -100,7 +100,7 @@ def test_every_rank_outcome_can_be_asked_for():
 
 
 def test_a_result_that_cannot_be_sent_is_an_error_of_that_rank():
-    with pytest.raises(RankFailure, match='rank 0: .*pickle'):
+    with pytest.raises(RankFailure, match=r'rank 0: .*pickle'):
         run_ranks(lambda: lambda: None, 1)
 
 

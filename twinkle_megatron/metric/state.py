@@ -59,7 +59,10 @@ class State:
     def clear(self) -> None:
         """Every field back to its start."""
         self._device = torch.device('cpu')
-        self._scalars = {name: self._start(field) for name, field in self._fields.items()}
+        self._scalars = {
+            name: torch.full((), field.empty, dtype=torch.float64, device=self._device)
+            for name, field in self._fields.items()
+        }
 
     def fold(self, **values: Any) -> None:
         """Merges numbers or one-element tensors into the fields of those names."""
@@ -71,12 +74,8 @@ class State:
 
     def packed(self) -> Tensor:
         """All fields as one float64 vector, in the declared order."""
-        with torch.inference_mode(False), torch.no_grad():
-            return (
-                torch.stack(list(self._scalars.values()))
-                if self._scalars
-                else torch.empty(0, dtype=torch.float64, device='cpu')
-            )
+        scalars = list(self._scalars.values())
+        return torch.stack(scalars) if scalars else torch.empty(0, dtype=torch.float64, device='cpu')
 
     def merged(self, rows: Tensor) -> Tensor:
         """The vectors of all ranks, `rows[ranks, fields]`, merged in rank order."""
@@ -88,12 +87,10 @@ class State:
         return dict(zip(self._fields, vector.tolist(), strict=True))
 
     def _update(self, values: Mapping[str, Any], merge: bool) -> None:
-        # Made inside inference mode, a scalar could not be updated outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            self._follow(values)
-            for name, value in values.items():
-                new = as_scalar(value, name, self._device)
-                self._scalars[name] = self._fields[name].merge(self._scalars[name], new) if merge else new
+        self._follow(values)
+        new = {name: as_scalar(value, name, self._device) for name, value in values.items()}
+        # Never in place: a scalar made inside inference mode could not be written to outside of it.
+        self._scalars |= {n: self._fields[n].merge(self._scalars[n], x) for n, x in new.items()} if merge else new
 
     def _follow(self, values: Mapping[str, Any]) -> None:
         """Moves the state from the CPU to the accelerator that the first values lie on."""
@@ -101,10 +98,6 @@ class State:
         if self._device.type == 'cpu' and devices:
             self._device = devices[0]
             self._scalars = {name: scalar.to(self._device) for name, scalar in self._scalars.items()}
-
-    def _start(self, field: Field) -> Tensor:
-        with torch.inference_mode(False):
-            return torch.full((), field.empty, dtype=torch.float64, device='cpu')
 
 
 def _fold(merge: Callable[[Tensor, Tensor], Tensor], column: Tensor) -> Tensor:

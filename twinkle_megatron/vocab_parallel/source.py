@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .kernels.memory import empty_gradient
 from .shard import VocabShard
 
 
@@ -95,7 +96,7 @@ class TensorSource:
                 fill(tile, tile.x)
             logits[..., self.shard.true_columns:].zero_()
             return (tensors[0],)
-        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        grad = empty_gradient(logits.shape, logits.dtype, logits.device)
         flat = grad.view(-1, self.shard.local_size) if grad.numel() else grad.view(0, 0)
         for tile in self.tiles(tensors, max_elements):
             fill(tile, flat[tile.rows, tile.columns])

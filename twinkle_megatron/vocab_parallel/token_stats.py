@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..groups import all_gather_rows
 from .kernels import Kernels, select
@@ -143,7 +142,7 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: Tensor) -> tuple[Tensor | None, ...]:
         source, target, shard, temperature, ignore_index, reuse_storage, wanted = request
-        kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
+        kernels = select(source.device, row_count(source), shard.true_columns)
         inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
         ignored = None if target is None else target == ignore_index
         local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored)
@@ -171,8 +170,16 @@ class _TokenStats(torch.autograd.Function):
         return (*outputs, best)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _TokenStats._gradients(ctx, grads)
+        if torch.is_grad_enabled():  # create_graph=True: a gradient that looked constant would be silently wrong
+            on = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+            found = tuple(None if grad is None else _DifferentiableOnce.apply(grad, *on) for grad in found)
+        return (None, *found)
+
+    @staticmethod
+    def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         request: _Request = ctx.request
         source, shard = request.source, request.shard
         if ctx.spent:
@@ -180,7 +187,7 @@ class _TokenStats(torch.autograd.Function):
                                'a second backward through the same logits call with reuse_storage=False')
         inv_t, m, log_s, offset, local_target, ignored, *tensors = ctx.saved_tensors
         ctx.spent = request.reuse_storage
-        kernels = select(source.device, source.dtype, row_count(source), shard.true_columns)
+        kernels = select(source.device, row_count(source), shard.true_columns)
         zero = torch.zeros_like(m)
         if local_target is None:
             local_target = torch.full_like(m, -1, dtype=torch.int32)
@@ -198,7 +205,19 @@ class _TokenStats(torch.autograd.Function):
             kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
 
         detached = tuple(t.detach() for t in tensors)
-        return (None, *source.gradients(detached, fill, kernels.max_elements))
+        return source.gradients(detached, fill, kernels.max_elements)
+
+
+class _DifferentiableOnce(torch.autograd.Function):
+    """The gradient as it is, which depends on other tensors in a way that has no derivative here."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError('the statistics of the logits have no second derivative: backward through a gradient of theirs')
 
 
 class _Coefficients(NamedTuple):

@@ -1,11 +1,69 @@
-"""The row kernels through torch.compile: one pass over memory each, no temporaries of the size of the tile."""
+"""The row kernels through torch.compile: one pass over memory each, no temporaries of the size of the tile.
+
+A kernel is compiled once for each kind of tile (dtype, statistics asked for, layout) and never for another number of
+rows or columns: every argument that could carry a hidden difference reaches the compiler in one form.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import time
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.fx.experimental import _config as shape_config
 
+from . import eager
 from .eager import LOWEST, accumulate_dtype
+
+logger = logging.getLogger('twinkle_megatron')
+
+EAGER_ROWS = 1 << 18
+"""Elements of a block where a tile has to be done in eager torch: see `_regular`."""
+
+
+def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
+    """As `eager.row_stats`."""
+    asked = (entropy, mean, argmax, normalizer)
+    if _regular(x):
+        names = zip(('entropy', 'mean', 'argmax', 'normalizer'), asked)
+        kernel = _kernel(_row_stats, (*(name for name, wanted in names if wanted), *_kind(x)))
+        found = kernel(_alone(x), inv_t, *asked)
+        if found is not None:
+            return found
+    blocks = [eager.row_stats(x[at], inv_t, *asked) for at in _blocks(x)]
+    return [torch.cat(parts) for parts in zip(*blocks)]
+
+
+def row_grad(
+    x: Tensor, out: Tensor, target: Tensor, inv_t: Tensor, m: Tensor, log_s: Tensor,
+    at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None,
+) -> None:
+    """As `eager.row_grad`."""
+    done = None
+    if _regular(x) and _regular(out):
+        # the targets' own columns are done apart: marking them in the kernel would cost a third of its time
+        column = target.clamp_min(0).long()[:, None]
+        picked = x.gather(1, column)  # now, since out may be x
+        active = eager.active_rows(at_target, a, b, c)
+        zero = torch.zeros_like(m)
+        rows = torch.stack([inv_t.expand_as(m), m, *eager.over_normalizer(log_s, a, zero if b is None else b),
+                            zero if c is None else c, active.to(m.dtype)])
+        names = ('with entropy',) * (b is not None) + ('with mean',) * (c is not None)
+        kernel = _kernel(_row_fill, (*names, *_kind(x), *_kind(out)[1:]))
+        done = kernel(_alone(x), _alone(out), rows, b is not None, c is not None)
+        if done is not None:
+            own = torch.where(target >= 0, 0, -1)
+            eager.row_grad(picked, picked, own, inv_t, m, log_s, at_target, a, b, c)
+            out.scatter_(1, column, picked)
+    if done is None:
+        for at in _blocks(x):
+            eager.row_grad(x[at], out[at], target[at], inv_t, m[at], log_s[at], at_target[at], a[at],
+                           None if b is None else b[at], None if c is None else c[at])
 
 
 def _row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
@@ -24,31 +82,83 @@ def _row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool
         out.append(y.sum(-1))
     if argmax:
         columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-        hit = (y == m[:, None]) | y.isnan()
+        hit = (y == m[:, None]) | (y != y)  # noqa: PLR0124  isnan() would keep the loop from being vectorised
         out.append(torch.where(hit, columns, x.shape[1] - 1).amin(-1).to(m.dtype))
     return out
 
 
-def _row_grad(
-    x: Tensor, out: Tensor, target: Tensor, inv_t: Tensor, m: Tensor, log_s: Tensor,
-    at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None,
-) -> None:
-    active = (a != 0) | (at_target != 0)
-    d = x.to(accumulate_dtype(x.dtype)) * inv_t - m[:, None]
-    if b is None:
-        g = (d - log_s[:, None]).exp() * a[:, None]
-    else:
-        active = active | (b != 0)
+def _row_fill(x: Tensor, out: Tensor, rows: Tensor, with_b: bool, with_c: bool) -> bool:
+    """Everything of `eager.row_grad` but the target. `rows` `[6, R]`: inv_t, m, a/s, b/s, c, 1 where not all zero."""
+    inv_t, m, a, b, c, active = (row[:, None] for row in rows.unbind(0))
+    d = x.to(rows.dtype) * inv_t - m
+    if with_b:
         d = d.clamp_min(LOWEST)
-        g = (d - log_s[:, None]).exp() * (a[:, None] + b[:, None] * d)
-    if c is not None:
-        active = active | (c != 0)
-        g = g + c[:, None]
-    # comparing with the column beats a scatter: it fuses
-    columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-    g = g + torch.where(columns[None] == target[:, None], at_target[:, None], 0)
-    out.copy_(torch.where(active[:, None], g, 0))
+        g = d.exp() * (a + b * d)
+    else:
+        g = d.exp() * a
+    if with_c:
+        g = g + c
+    out.copy_(torch.where(active != 0, g, 0))
+    return True
 
 
-row_stats = torch.compile(_row_stats, fullgraph=True, dynamic=True)
-row_grad = torch.compile(_row_grad, fullgraph=True, dynamic=True)
+class _Kernel:
+    """One function for one kind of tile, compiled at its first call. Returns None where it cannot be compiled."""
+
+    def __init__(self, function: Callable[..., Any], label: str):
+        # TorchDynamo bounds the number of compilations per code object: each kind has one of its own
+        copy = FunctionType(function.__code__.replace(co_name=function.__name__), function.__globals__)
+        self._run: Callable[..., Any] | None = torch.compile(copy, fullgraph=True, dynamic=True)
+        self._label, self._compiled = label, False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._run is not None and not self._compiled:
+            return self._first(self._run, args)
+        return None if self._run is None else self._run(*args)
+
+    def _first(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        logger.warning('twinkle_megatron compiles %s: some seconds, once; later runs find it in the compiler cache '
+                       '(TWINKLE_MEGATRON_KERNELS=eager does without)', self._label)
+        started = time.perf_counter()
+        try:
+            # equal sizes of this call (rows = columns, say) are a coincidence, not a condition to compile in
+            with shape_config.patch(use_duck_shape=False):
+                result = run(*args)
+        except Exception as error:  # any failure of the compiler leaves the eager kernels, which need none
+            self._run = None
+            logger.warning('twinkle_megatron uses the eager kernel, slower but equal in value: torch.compile failed: '
+                           '%s: %s', type(error).__name__, error)
+            return None
+        self._compiled = True
+        logger.warning('twinkle_megatron compiled %s in %.1f s', self._label, time.perf_counter() - started)
+        return result
+
+
+@functools.cache
+def _kernel(function: Callable[..., Any], kind: tuple[str, ...]) -> _Kernel:
+    return _Kernel(function, f'{function.__name__.strip("_")} ({", ".join(kind)})')
+
+
+def _regular(x: Tensor) -> bool:
+    """Rows of adjacent columns that do not overlap; one row or one column is not worth a kernel of its own."""
+    return x.shape[0] > 1 and x.shape[1] > 1 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+
+
+def _kind(x: Tensor) -> tuple[str, ...]:
+    """What the compiler would otherwise find out and compile again for."""
+    return (
+        f'{x.dtype}'.removeprefix('torch.'),
+        'whole rows' if x.stride(0) == x.shape[1] else 'part of the columns',
+        'wide' if x.shape[1] > 4096 else 'narrow',  # above, Inductor sums in cascades
+        *(('inference mode',) if torch.is_inference_mode_enabled() else ()),
+    )
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: no base, no storage offset, never the same object as another argument."""
+    return torch.from_dlpack(x)
+
+
+def _blocks(x: Tensor) -> list[slice]:
+    height = max(1, EAGER_ROWS // x.shape[1])
+    return [slice(top, top + height) for top in range(0, x.shape[0], height)]

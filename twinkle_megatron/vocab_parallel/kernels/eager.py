@@ -55,20 +55,34 @@ def row_grad(
     The coefficients are `[R]` in the accumulation dtype; `target` is int32, −1 where another tile owns it. A row whose
     coefficients are all 0 is written as exact zeros whatever x holds. `out` may be `x` itself.
     """
-    active = (a != 0) | (at_target != 0)
-    if b is not None:
-        active |= b != 0
-    if c is not None:
-        active |= c != 0
+    active = active_rows(at_target, a, b, c)
     d = x.to(accumulate_dtype(x.dtype), copy=True).mul_(inv_t).sub_(m[:, None])
     if b is None:
-        g = d.sub_(log_s[:, None]).exp_().mul_(a[:, None])
+        (a,) = over_normalizer(log_s, a)
+        g = d.exp_().mul_(a[:, None])
     else:
+        a, b = over_normalizer(log_s, a, b)
         d.clamp_min_(LOWEST)
-        g = (d - log_s[:, None]).exp_().mul_(d.mul_(b[:, None]).add_(a[:, None]))
+        g = d.exp().mul_(d.mul_(b[:, None]).add_(a[:, None]))
     if c is not None:
         g.add_(c[:, None])
-    own = target >= 0
-    g.scatter_add_(1, target.clamp_min(0).long()[:, None], torch.where(own, at_target, 0)[:, None])
-    g.masked_fill_(~active[:, None], 0)
+    own = torch.where(target >= 0, at_target, 0)
+    g.scatter_add_(1, target.clamp_min(0).long()[:, None], own[:, None])
+    if g.device.type != 'cpu' or not active.all():  # on CPU looking costs nothing, and a pass over the tile does
+        g.masked_fill_(~active[:, None], 0)
     out.copy_(g)
+
+
+def active_rows(at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None) -> Tensor:
+    """Rows that have a coefficient other than 0, `[R]` bool."""
+    active = (a != 0) | (at_target != 0)
+    for more in (b, c):
+        if more is not None:
+            active |= more != 0
+    return active
+
+
+def over_normalizer(log_s: Tensor, *rows: Tensor) -> list[Tensor]:
+    """Each row of coefficients over s, so that p is one exponential and one product: exp(y − m)·(a / s)."""
+    inverse = (-log_s).exp()
+    return [row * inverse for row in rows]

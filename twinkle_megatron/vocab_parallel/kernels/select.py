@@ -1,4 +1,4 @@
-"""Which kernels run where: decided once per device type and dtype, said once, never needed for correctness."""
+"""Which kernels run where: decided once per device type, said once, never needed for correctness."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,8 +17,8 @@ from . import eager
 logger = logging.getLogger('twinkle_megatron')
 
 VARIABLE = 'TWINKLE_MEGATRON_KERNELS'
-CPU_TILE = 1 << 20
-"""Elements of an eager tile on CPU: 4 MiB of float32, which stays in the cache."""
+CPU_TILE = 1 << 18
+"""Elements of an eager tile on CPU: 1 MiB of float32, which stays in a core's own cache."""
 CUDA_TILE = 1 << 25
 MIN_COMPILED = 1 << 22
 """Logits with fewer elements are swept in milliseconds anyway; they do not pay for a compile."""
@@ -35,8 +34,8 @@ class Kernels:
     max_elements: int | None
 
 
-def select(device: torch.device, dtype: torch.dtype, rows: int, columns: int) -> Kernels:
-    """The kernels for `rows` × `columns` logits of this dtype on this device.
+def select(device: torch.device, rows: int, columns: int) -> Kernels:
+    """The kernels for `rows` × `columns` logits on this device.
 
     The environment variable TWINKLE_MEGATRON_KERNELS forces `eager` or `compiled`; `auto`, the default, compiles where
     a compiler is found and the logits are large.
@@ -46,28 +45,21 @@ def select(device: torch.device, dtype: torch.dtype, rows: int, columns: int) ->
         raise ValueError(f"{VARIABLE} must be 'auto', 'eager' or 'compiled', got {choice!r}")
     large = rows > 1 and columns > 1 and (choice == 'compiled' or rows * columns >= MIN_COMPILED)
     if choice != 'eager' and large:
-        kernels = _compiled(device.type, dtype)
+        kernels = _compiled(device.type)
         if kernels is not None:
             return kernels
     return Kernels('eager', eager.row_stats, eager.row_grad, CUDA_TILE if device.type == 'cuda' else CPU_TILE)
 
 
 @functools.cache
-def _compiled(device_type: str, dtype: torch.dtype) -> Kernels | None:
+def _compiled(device_type: str) -> Kernels | None:
     why_not = _no_compiler(device_type)
-    if why_not is None:
-        logger.warning('twinkle_megatron compiles its %s kernels for %s logits: some seconds, once; later runs find them '
-                       'in the compiler cache (%s=eager does without)', device_type, dtype, VARIABLE)
-        started = time.perf_counter()
-        try:
-            kernels = _compile(device_type, dtype)
-        except Exception as error:  # any failure of the compiler leaves the eager kernels, which need none
-            why_not = f'torch.compile failed: {type(error).__name__}: {error}'
-        else:
-            logger.warning('twinkle_megatron uses compiled kernels (%.1f s)', time.perf_counter() - started)
-            return kernels
-    logger.warning('twinkle_megatron uses eager kernels, slower but equal in value: %s', why_not)
-    return None
+    if why_not is not None:
+        logger.warning('twinkle_megatron uses eager kernels, slower but equal in value: %s', why_not)
+        return None
+    from . import compiled
+
+    return Kernels('compiled', compiled.row_stats, compiled.row_grad, None)
 
 
 def _no_compiler(device_type: str) -> str | None:
@@ -78,15 +70,3 @@ def _no_compiler(device_type: str) -> str | None:
     if device_type == 'cuda' and importlib.util.find_spec('triton') is None:
         return 'triton is not installed'
     return None
-
-
-def _compile(device_type: str, dtype: torch.dtype) -> Kernels:
-    from . import compiled
-
-    # a small plain case, so that a broken compiler shows here and not in the middle of a step
-    x = torch.zeros(4, 64, device=device_type, dtype=dtype)
-    one = torch.ones((), device=device_type, dtype=eager.accumulate_dtype(dtype))
-    row = torch.zeros(4, device=device_type, dtype=one.dtype)
-    compiled.row_stats(x, one, False, False, False, True)
-    compiled.row_grad(x, torch.empty_like(x), row.to(torch.int32), one, row, row, row, row, None, None)
-    return Kernels('compiled', compiled.row_stats, compiled.row_grad, None)

@@ -1,0 +1,51 @@
+# `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-gpu lint format bench venv clean
+
+python := .venv/bin/python
+pytest := $(python) -m pytest
+
+help: ## this list
+	@echo 'usage: make TARGET'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@echo
+	@echo 'settings of `make demo`, for example  DATA=my.jsonl STEPS=500 make demo'
+	@echo '  DATA=FILE   JSON lines to train on; default: the language reference of Python'
+	@echo '  STEPS=N     optimizer steps; default: 300'
+	@echo '  TP=N PP=N   tensor and pipeline parallel sizes; default: 2 and 2, so four processes'
+	@echo '  (launch/local.sh --help lists all options of the script)'
+	@echo
+	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
+
+# The shell passes each setting on as one word, whatever is in it.
+demo: venv ## train a small GPT, TP 2 x PP 2, four processes; the loss curve is left in runs/
+	@PYTHON=$(python) launch/local.sh --tp "$${TP:-2}" --pp "$${PP:-2}" $${STEPS:+"--steps=$$STEPS"} $${DATA:+"--data=$$DATA"}
+
+test: venv ## the tests, under 8 minutes on 2 cores
+	@$(pytest) -q -m 'not long'
+
+test-all: venv ## the tests with the long lists
+	@$(pytest) -q
+
+test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
+	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long'
+
+lint: venv ## lint, format and type checks
+	@$(python) -m ruff check .
+	@$(python) -m ruff format --check .
+	@.venv/bin/shellcheck launch/local.sh .ci/run .ci/venv
+	@$(python) -m pyright
+
+format: venv ## write the format that lint asks for
+	@$(python) -m ruff check --fix .
+	@$(python) -m ruff format .
+
+bench: venv ## time and memory of the loss beside Megatron-Core's own
+	@$(python) benchmarks/token_stats.py
+
+venv: ## set up .venv with this package and what it is tested with
+	@PYTHON="$${PYTHON:-}" .ci/venv
+
+clean: ## remove .venv and all that tools left; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

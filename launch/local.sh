@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Trains on this machine: checks the options, prepares the data, starts launch/train.py once for each process.
+#
+# usage: launch/local.sh [OPTION...]          launch/local.sh --help    lists the options of launch/train.py
+#
+#   launch/local.sh --tp 2 --pp 2                      four processes, on Python's language reference
+#   launch/local.sh --tp 2 --data my.jsonl --steps 500
+#
+# environment:
+#   PYTHON             the interpreter; default: .venv/bin/python of this repository, else python3
+#   OMP_NUM_THREADS    threads of each process; default: the cores, shared equally
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=$here/.venv/bin/python
+    [ -x "$PYTHON" ] || PYTHON=python3
+fi
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
+
+for option in "$@"; do
+    case $option in -h | --help) exec "$PYTHON" -m launch.prepare --help ;; esac
+done
+
+plan=$("$PYTHON" -m launch.prepare "$@")
+read -r processes device dataset <<<"$plan"
+[ "$device" = cuda ] || export CUDA_VISIBLE_DEVICES=''
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
+
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron overlaps communication in this order
+
+# --standalone: one machine, any free port
+exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+    -m launch.train "$@" --dataset "$dataset"

@@ -1,0 +1,120 @@
+"""What a run shows and leaves behind: a progress bar, lines of figures, JSON lines, a picture of the loss curve."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+Figures = dict[str, Any]
+
+
+class Recorder:
+    """Shows and writes the figures of a run. On processes that are not `active` every method does nothing.
+
+    Args:
+        args: the options; the run's folder is `args.run`, emptied of the figures of an earlier run.
+        unigram_nats: a loss to compare with, that of a model that knows only token frequencies.
+        active: one process of the run, usually rank 0.
+    """
+
+    def __init__(self, args: argparse.Namespace, unigram_nats: float, *, active: bool) -> None:
+        self._active, self._unigram_nats = active, unigram_nats
+        self._train: list[Figures] = []
+        self._held_out: list[Figures] = []
+        self._digits = len(str(args.steps))
+        self._figures_file, self._curve_file = args.run / 'metrics.jsonl', args.run / 'loss.png'
+        if active:
+            args.run.mkdir(parents=True, exist_ok=True)
+            self._figures_file.write_text('')
+            self._curve_file.unlink(missing_ok=True)
+            quiet = not sys.stderr.isatty()
+            self._bar = tqdm(
+                total=args.steps, desc='training', unit='step', disable=quiet, leave=False, dynamic_ncols=True
+            )
+            self._since = time.perf_counter()
+
+    def step(self) -> None:
+        """Moves the progress bar on."""
+        if self._active:
+            self._bar.update()
+
+    def train(self, step: int, values: dict[str, float]) -> None:
+        """Shows the training figures since the last call."""
+        if not self._active:
+            return
+        speed = values['total_tokens'] / (time.perf_counter() - self._since)
+        figures = {
+            'step': step,
+            'train_loss_nats': values['loss'],
+            'token_accuracy': values['accuracy'],
+            'grad_norm': values['grad_norm'],
+            'learning_rate': values['lr'],
+            'tokens': int(values['total_tokens']),
+            'tokens_per_second': speed,
+            'seconds': values['elapsed_seconds'],
+        }
+        self._keep(self._train, figures)
+        self._say(
+            f'{self._at(step)}  loss {values["loss"]:6.3f}  accuracy {values["accuracy"]:5.1%}  '
+            f'grad norm {values["grad_norm"]:6.3f}  lr {values["lr"]:.2e}  {speed:,.0f} tokens/s'
+        )
+        self._since = time.perf_counter()
+
+    def held_out(self, step: int, values: dict[str, float]) -> None:
+        """Shows a held-out loss; the time that it took does not count as training time."""
+        if not self._active:
+            return
+        figures = {'step': step, 'held_out_loss_nats': values['loss'], 'held_out_token_accuracy': values['accuracy']}
+        self._keep(self._held_out, figures)
+        self._say(
+            f'{self._at(step)}  held-out loss {values["loss"]:.3f} nats per token, accuracy {values["accuracy"]:.1%}'
+        )
+        self._since = time.perf_counter()
+
+    def finish(self) -> None:
+        """Draws the loss curve and says what came out, and where it lies."""
+        if not self._active:
+            return
+        self._bar.close()
+        draw(self._curve_file, self._train, self._held_out, self._unigram_nats)
+        first, last = self._held_out[0], self._held_out[-1]
+        print(
+            f'held-out loss  {first["held_out_loss_nats"]:.3f} before, {last["held_out_loss_nats"]:.3f} after, in nats per '
+            f'token (token frequencies alone: {self._unigram_nats:.3f})\n'
+            f'loss curve     {self._curve_file}\n'
+            f'figures        {self._figures_file}'
+        )
+
+    def _at(self, step: int) -> str:
+        return f'step {step:{self._digits}}'
+
+    def _say(self, line: str) -> None:
+        self._bar.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def _keep(self, history: list[Figures], figures: Figures) -> None:
+        history.append(figures)
+        with self._figures_file.open('a', encoding='utf-8') as file:
+            file.write(json.dumps(figures) + '\n')
+
+
+def draw(path: Path, train: list[Figures], held_out: list[Figures], unigram_nats: float) -> None:
+    """The loss curve as a picture."""
+    from matplotlib.figure import Figure  # slow to import, and only one process draws
+
+    figure = Figure(figsize=(7.5, 4.5), layout='constrained')
+    axes = figure.add_subplot()
+    axes.plot([f['step'] for f in train], [f['train_loss_nats'] for f in train], color='tab:blue', label='train')
+    steps, losses = [f['step'] for f in held_out], [f['held_out_loss_nats'] for f in held_out]
+    axes.plot(steps, losses, color='tab:orange', marker='o', label=f'held-out, {losses[-1]:.2f} at the end')
+    axes.axhline(unigram_nats, color='gray', linestyle='--', label=f'token frequencies alone, {unigram_nats:.2f}')
+    axes.set(xlabel='optimizer step', ylabel='loss (nats per token)', title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
