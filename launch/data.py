@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -18,7 +19,7 @@ from launch.documents import ROLES, DataError, Document, python_reference, read_
 
 IGNORE = -100
 START, END = '<|start|>', '<|end|>'
-SPECIAL_TOKENS = [START, END, *(f'<|{role}|>' for role in ROLES)]
+SPECIAL_IDS = {token: i for i, token in enumerate([START, END, *(f'<|{role}|>' for role in ROLES)])}
 HELD_OUT_SHARE, HELD_OUT_CHARACTERS, HELD_OUT_SAMPLES = 0.1, 40_000, 128  # the smallest of the three limits holds
 FORMAT = 1  # raise it when the same documents would give other samples: the old ones are then made anew
 
@@ -101,7 +102,7 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=1,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=list(SPECIAL_IDS),  # they get the first ids, in this order
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -112,13 +113,12 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
 
 def encode(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Token ids, and which are trained on: running text, or what the assistant says and the end of its turn."""
-    start, end = tokenizer.token_to_id(START), tokenizer.token_to_id(END)
-    ids, trained = [start], [False]
+    ids, trained = [SPECIAL_IDS[START]], [False]
     for turn in document:
         if turn.role is not None:
-            ids.append(tokenizer.token_to_id(f'<|{turn.role}|>'))
+            ids.append(SPECIAL_IDS[f'<|{turn.role}|>'])
             trained.append(False)
-        tokens = [*tokenizer.encode(turn.text).ids, end]
+        tokens = [*tokenizer.encode(turn.text).ids, SPECIAL_IDS[END]]
         ids += tokens
         trained += [turn.trained] * len(tokens)
     return ids, trained
@@ -152,11 +152,11 @@ class _Part:
         labels = np.array([label for row in self.rows for label in row[1]])
         return labels[labels != IGNORE]
 
-    def samples(self, length: int, padding: int) -> Samples:
+    def samples(self, length: int) -> Samples:
         def pad(row: list[int], value: int) -> list[int]:
             return row + [value] * (length - len(row))
 
-        inputs = np.array([pad(inputs, padding) for inputs, _ in self.rows], dtype=np.int32)
+        inputs = np.array([pad(inputs, SPECIAL_IDS[END]) for inputs, _ in self.rows], dtype=np.int32)
         return Samples(inputs, np.array([pad(labels, IGNORE) for _, labels in self.rows], dtype=np.int32))
 
     def __str__(self) -> str:
@@ -180,12 +180,7 @@ def _build(documents: list[Document], source: str, vocab_size: int, seq_length: 
     unigram = unigram_nats(train.labels, held_out.labels, size)
     about = {'vocab_size': size, 'unigram_nats': unigram, 'summary': '\n'.join(lines)}
 
-    padding = tokenizer.token_to_id(END)
-    arrays = {}
-    for name, part in (('train', train), ('held_out', held_out)):
-        samples = part.samples(length, padding)
-        arrays |= {f'{name}_inputs': samples.inputs, f'{name}_labels': samples.labels}
-    _write(folder, tokenizer, arrays, about)
+    _write(folder, tokenizer, {'train': train.samples(length), 'held_out': held_out.samples(length)}, about)
 
 
 def unigram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
@@ -194,12 +189,13 @@ def unigram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
     return float(-np.log(counts[held_out] / counts.sum()).mean())
 
 
-def _write(folder: Path, tokenizer: Tokenizer, arrays: dict[str, np.ndarray], about: dict) -> None:
+def _write(folder: Path, tokenizer: Tokenizer, parts: dict[str, Samples], about: dict[str, Any]) -> None:
     """All or nothing: written beside, then renamed, so that an interrupted run leaves no half-made folder."""
     beside = folder.with_name(f'{folder.name}.{os.getpid()}')
     beside.mkdir(parents=True)
     tokenizer.save(str(beside / 'tokenizer.json'))
-    np.savez(beside / 'samples.npz', **arrays)
+    arrays = {f'{part}_{name}': array for part, samples in parts.items() for name, array in vars(samples).items()}
+    np.savez(beside / 'samples.npz', allow_pickle=False, **arrays)
     (beside / 'about.json').write_text(json.dumps(about))
     if folder.exists():  # another run was quicker
         shutil.rmtree(beside)

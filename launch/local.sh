@@ -18,6 +18,12 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 
+needs='"torch", "megatron", "tokenizers", "tqdm", "matplotlib"'
+if ! "$PYTHON" -c "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, [$needs])))"; then
+    echo "$0: $PYTHON lacks some of the packages $needs; 'make venv' sets up .venv with all of them" >&2
+    exit 1
+fi
+
 for option in "$@"; do
     case $option in -h | --help) exec "$PYTHON" -m launch.prepare --help ;; esac
 done

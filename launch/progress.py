@@ -83,10 +83,10 @@ class Recorder:
             return
         self._bar.close()
         draw(self._curve_file, self._train, self._held_out, self._unigram_nats)
-        first, last = self._held_out[0], self._held_out[-1]
+        before, after = (self._held_out[i]['held_out_loss_nats'] for i in (0, -1))
         print(
-            f'held-out loss  {first["held_out_loss_nats"]:.3f} before, {last["held_out_loss_nats"]:.3f} after, in nats per '
-            f'token (token frequencies alone: {self._unigram_nats:.3f})\n'
+            f'held-out loss  {before:.3f} nats per token before, {after:.3f} after; token frequencies alone would give '
+            f'{self._unigram_nats:.3f}\n'
             f'loss curve     {self._curve_file}\n'
             f'figures        {self._figures_file}'
         )

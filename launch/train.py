@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -78,9 +79,15 @@ def training_batches(samples: data.Samples, args: argparse.Namespace) -> Iterato
 def micro_batches(samples: data.Samples, chosen: torch.Tensor, args: argparse.Namespace) -> list[InputFeature]:
     """The samples as micro-batches on this rank's device, every dp-th of them: those of its data parallel replica."""
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    inputs, labels = (torch.from_numpy(rows).to(device, torch.int64) for rows in (samples.inputs, samples.labels))
-    mine = chosen.to(device).split(args.micro_batch_size)[parallel_state.get_data_parallel_rank() :: args.dp]
-    return [InputFeature(input_ids=inputs[rows], labels=labels[rows]) for rows in mine]
+    mine = chosen.split(args.micro_batch_size)[parallel_state.get_data_parallel_rank() :: args.dp]
+
+    def tensor(rows: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(rows).to(device, torch.int64)
+
+    return [
+        InputFeature(input_ids=tensor(samples.inputs[rows.numpy()]), labels=tensor(samples.labels[rows.numpy()]))
+        for rows in mine
+    ]
 
 
 def evaluate(model: MegatronModel, samples: data.Samples, args: argparse.Namespace) -> dict[str, float]:

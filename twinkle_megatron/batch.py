@@ -20,9 +20,9 @@ from .data_format import InputFeature
 class TokenBatch:
     """The tokens of one micro-batch that a loss is taken over.
 
-    `labels` `[..., s]` are aligned with the logits; tokens that do not count hold `ignore_index`. `tokens` is what a mean
-    over tokens divides by: the count of the whole global batch inside `MegatronModel`, else that of these labels, at
-    least 1, so that the mean of no tokens is 0.
+    `labels` `[..., s]` are aligned with the logits; tokens that do not count hold `ignore_index`. `tokens` is what a
+    mean over tokens divides by: the count of the whole global batch inside `MegatronModel`, else that of these labels,
+    at least 1, so that the mean of no tokens is 0.
     """
 
     labels: Tensor
@@ -46,26 +46,33 @@ def trained_labels(inputs: InputFeature, ignore_index: int = -100) -> Tensor:
     """`labels` with `ignore_index` where `completion_mask` is 0. ValueError without labels or for unequal shapes."""
     labels = inputs.get('labels')
     if labels is None:
-        raise ValueError("inputs must hold 'labels' (shifted, -100 where ignored), got the keys "
-                         f'{sorted(inputs)}')
+        raise ValueError(f"inputs must hold 'labels' (shifted, -100 where ignored), got the keys {sorted(inputs)}")
     labels = torch.as_tensor(labels)
     mask = inputs.get('completion_mask')
     if mask is None:
         return labels
     mask = torch.as_tensor(mask)
     if mask.shape != labels.shape:
-        raise ValueError(f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}')
+        raise ValueError(
+            f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}'
+        )
     return labels.masked_fill(mask.to(labels.device) == 0, ignore_index)
 
 
 def as_micro_batches(inputs: Any, micro_batch_size: int | None) -> list[dict[str, Any]]:
-    """The micro-batches of one call, each with 2-D tensors `[b, s]` under InputFeature's keys; nothing is copied to a GPU.
+    """The micro-batches of one call, each with 2-D tensors `[b, s]` under InputFeature's keys; nothing is copied to a
+    GPU.
 
-    `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are collated
-    into micro-batches of `micro_batch_size` (default 2), padded at the end. Lists and numpy arrays become tensors.
+    `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are
+    collated into micro-batches of `micro_batch_size` (default 2), padded at the end. Lists and numpy arrays become
+    tensors.
     """
     features = [inputs] if isinstance(inputs, Mapping) else inputs
-    if not isinstance(features, Sequence) or isinstance(features, str) or not all(isinstance(f, Mapping) for f in features):
+    if (
+        not isinstance(features, Sequence)
+        or isinstance(features, str)
+        or not all(isinstance(f, Mapping) for f in features)
+    ):
         raise ValueError(f'inputs must be a list of InputFeature dicts, got {_describe(inputs)}')
     if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
         raise ValueError(f'micro_batch_size must be an int >= 1, got {micro_batch_size!r}')
@@ -75,21 +82,29 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None) -> list[dict[str
         return batches
     if dims == {1}:
         size = micro_batch_size or min(2, len(batches))
-        return [_collate(batches[i:i + size]) for i in range(0, len(batches), size)]
-    raise ValueError('inputs must be all micro-batches (input_ids [b, s]) or all samples (input_ids [s]), got input_ids with '
-                     f'{sorted(dims)} dims')
+        return [_collate(batches[i : i + size]) for i in range(0, len(batches), size)]
+    raise ValueError(
+        'inputs must be all micro-batches (input_ids [b, s]) or all samples (input_ids [s]), got input_ids with '
+        f'{sorted(dims)} dims'
+    )
 
 
-def check_micro_batch(batch: Mapping[str, Any], index: int, vocab_size: int, ignore_index: int, needs_labels: bool) -> None:
+def check_micro_batch(
+    batch: Mapping[str, Any], index: int, vocab_size: int | None, ignore_index: int, needs_labels: bool
+) -> None:
     """ValueError, naming the micro-batch, unless its shapes fit and its ids lie in the vocabulary."""
     where, ids = f'inputs[{index}]', batch['input_ids']
+    upper = vocab_size if vocab_size is not None else torch.iinfo(torch.int64).max
     for key in ('labels', 'completion_mask', 'position_ids'):
         value = batch.get(key)
         if value is not None and value.shape != ids.shape:
-            raise ValueError(f"{where}['{key}'] must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{where}['{key}'] must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(value.shape)}"
+            )
     if needs_labels and batch.get('labels') is None:
-        raise ValueError(f"{where} has no 'labels' (ids already shifted by one, -100 where ignored), got the keys "
-                         f'{sorted(batch)}')
+        raise ValueError(
+            f"{where} has no 'labels' (ids already shifted by one, -100 where ignored), got the keys {sorted(batch)}"
+        )
     for key in ('input_ids', 'labels'):
         value = batch.get(key)
         if value is None or value.numel() == 0:
@@ -97,11 +112,13 @@ def check_micro_batch(batch: Mapping[str, Any], index: int, vocab_size: int, ign
         if value.dtype.is_floating_point or value.dtype == torch.bool:
             raise ValueError(f"{where}['{key}'] must hold integer ids, got {value.dtype}")
         seen = value if key == 'input_ids' else value[value != ignore_index]
-        bad = seen[(seen < 0) | (seen >= vocab_size)]
+        bad = seen[(seen < 0) | (seen >= upper)]
         if bad.numel():
             also = '' if key == 'input_ids' else f' or ignore_index {ignore_index}'
-            raise ValueError(f"{where}['{key}'] must hold ids in [0, {vocab_size}){also}, got {bad[:3].tolist()} "
-                             f'({bad.numel()} in all); does the tokenizer belong to this model?')
+            raise ValueError(
+                f"{where}['{key}'] must hold ids in [0, {upper}){also}, got {bad[:3].tolist()} "
+                f'({bad.numel()} in all); does the tokenizer belong to this model?'
+            )
 
 
 def pad_micro_batch(batch: Mapping[str, Any], rows: int, length: int, ignore_index: int) -> dict[str, Any]:
@@ -117,9 +134,12 @@ def pad_micro_batch(batch: Mapping[str, Any], rows: int, length: int, ignore_ind
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
-    """Positions of a sequence that context parallel rank `cp_rank` holds: chunks r and 2·cp − 1 − r of 2·cp equal chunks."""
+    """Positions of a sequence that context parallel rank `cp_rank` holds: chunks r and 2·cp − 1 − r of 2·cp equal
+    chunks."""
     if length % (2 * cp_size):
-        raise ValueError(f'a sequence must be a multiple of 2 · cp = {2 * cp_size} tokens long to be split, got {length}')
+        raise ValueError(
+            f'a sequence must be a multiple of 2 · cp = {2 * cp_size} tokens long to be split, got {length}'
+        )
     chunk = length // (2 * cp_size)
     first, last = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
     return torch.cat([torch.arange(first, first + chunk), torch.arange(last, last + chunk)])
@@ -131,8 +151,10 @@ def split_context(batch: Mapping[str, Any], cp_size: int, cp_rank: int) -> dict[
         return dict(batch)
     shape = batch['input_ids'].shape
     at = zigzag(shape[1], cp_size, cp_rank)
-    return {key: value[:, at.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
-            for key, value in batch.items()}
+    return {
+        key: value[:, at.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in batch.items()
+    }
 
 
 def join_context(parts: Tensor) -> Tensor:
@@ -156,8 +178,10 @@ def sequence_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
         flat = boundaries.reshape(-1).to(torch.int32)
         sound = ids.shape[0] == 1 and flat.numel() >= 2 and int(flat[0]) == 0 and bool((flat.diff() >= 0).all())
         if not sound or int(flat[-1]) > ids.shape[1]:
-            raise ValueError(f'cu_seqlens must rise from 0 to at most T for a packed row [1, T], got {flat.tolist()} for '
-                             f'input_ids {tuple(ids.shape)}')
+            raise ValueError(
+                f'cu_seqlens must rise from 0 to at most T for a packed row [1, T], got {flat.tolist()} for '
+                f'input_ids {tuple(ids.shape)}'
+            )
         return flat
     if positions is None:
         return None
@@ -173,7 +197,9 @@ def sequence_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
 def _tensors(feature: Mapping[str, Any], index: int) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in feature.items():
-        numeric = isinstance(value, np.ndarray) or (isinstance(value, (list, tuple)) and key in InputFeature.__annotations__)
+        numeric = isinstance(value, np.ndarray) or (
+            isinstance(value, (list, tuple)) and key in InputFeature.__annotations__
+        )
         out[key] = torch.as_tensor(value) if numeric else value
     ids = out.get('input_ids')
     if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
@@ -206,7 +232,7 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _grow(value: Tensor, rows: int, length: int, fill: int) -> Tensor:
     out = value.new_full((rows, length), fill)
-    out[:value.shape[0], :value.shape[1]] = value
+    out[: value.shape[0], : value.shape[1]] = value
     return out
 
 
@@ -230,6 +256,6 @@ def split_extra(extra: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) 
         by_sample = (sized or isinstance(value, (list, tuple))) and len(cast(Any, value)) == sum(rows)
         first = 0
         for part, count in zip(out, rows):
-            part[key] = value[first:first + count] if by_sample else value
+            part[key] = value[first : first + count] if by_sample else value
             first += count
     return out

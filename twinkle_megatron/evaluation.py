@@ -20,7 +20,8 @@ from .vocab_parallel import TokenStats, VocabShard, token_stats
 
 
 class Seen(NamedTuple):
-    """What the head found on one micro-batch: logits `[b, s, V/tp]` and the statistics `[b, s]` of one sweep over them."""
+    """What the head found on one micro-batch: logits `[b, s, V/tp]` and the statistics `[b, s]` of one sweep over
+    them."""
 
     logits: Tensor
     shard: VocabShard
@@ -39,8 +40,12 @@ class Evaluation:
     """
 
     def __init__(
-        self, loss: Callable[..., Any], metrics: Sequence[Metric], groups: Groups,
-        shard_of: Callable[[int], VocabShard], facts: Mapping[str, Any],
+        self,
+        loss: Callable[..., Any],
+        metrics: Sequence[Metric],
+        groups: Groups,
+        shard_of: Callable[[int], VocabShard],
+        facts: Mapping[str, Any],
     ) -> None:
         self.loss = loss
         self.ignore_index = int(getattr(loss, 'ignore_index', -100))
@@ -55,13 +60,24 @@ class Evaluation:
         shard = self._shard_of(logits.shape[-1])
         flags = {name: True for name in self._needs if name in ('entropy', 'mean_logit', 'argmax')}
         stats = token_stats(
-            logits, labels, shard=shard, temperature=getattr(self.loss, 'temperature', 1.0), ignore_index=self.ignore_index,
-            chunk_size=getattr(self.loss, 'chunk_size', None), reuse_storage=self._may_reuse, **flags,
+            logits,
+            labels,
+            shard=shard,
+            temperature=getattr(self.loss, 'temperature', 1.0),
+            ignore_index=self.ignore_index,
+            chunk_size=getattr(self.loss, 'chunk_size', None),
+            reuse_storage=self._may_reuse,
+            **flags,
         )
         return Seen(logits, shard, stats)
 
     def contribution(
-        self, inputs: dict[str, Any], extra: Mapping[str, Any], seen: Seen, tokens: int, micro_batches: int,
+        self,
+        inputs: dict[str, Any],
+        extra: Mapping[str, Any],
+        seen: Seen,
+        tokens: int,
+        micro_batches: int,
     ) -> Tensor:
         """This micro-batch's summand of the global loss: summed over micro-batches and DP×CP ranks it is that loss.
 
@@ -83,12 +99,14 @@ class Evaluation:
         return share
 
     def _foreign(self, result: Any, tokens: int, micro_batches: int) -> Tensor:
-        """A custom loss's result as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
-        every micro-batch."""
+        """A custom loss's result as a summand: a sum over tokens is divided by the global count, a mean weighs the
+        same for every micro-batch."""
         loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"a loss must return a scalar tensor or {{'loss': scalar tensor, 'num_tokens': n}}, got {got}")
+            raise ValueError(
+                f"a loss must return a scalar tensor or {{'loss': scalar tensor, 'num_tokens': n}}, got {got}"
+            )
         weight = tokens if int(count) > 0 else micro_batches * group_size(self._groups.cp)
         return loss.reshape(()) / max(weight, 1)
 

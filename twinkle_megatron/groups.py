@@ -106,7 +106,8 @@ class Groups:
 
     @property
     def owns_result(self) -> bool:
-        """True on one rank of each DP×CP member: last stage, first TP rank. Sums over such ranks count nothing twice."""
+        """True on one rank of each DP×CP member: last stage, first TP rank. Sums over such ranks count nothing
+        twice."""
         return self.is_last_stage and group_rank(self.tp) == 0
 
     @property
@@ -152,8 +153,8 @@ def _flatten(nested: list[Any], depth: int) -> list[Any]:
 def raise_together(groups: Groups, error: Exception | None) -> None:
     """Raises on every rank of the layout if it is called with an error on one; the message names the first such rank.
 
-    Every rank calls it, with its own error or None. The exception is of the type of that error where it is a builtin one,
-    else a RuntimeError. One collective; another one, of pickled messages, only after an error.
+    Every rank calls it, with its own error or None. The exception is of the type of that error where it is a builtin
+    one, else a RuntimeError. One collective; another one, of pickled messages, only after an error.
     """
     flags = groups.gather_everyone(torch.tensor([float(error is not None)]))
     if not flags.any():

@@ -23,8 +23,8 @@ from .vocab_parallel import VocabShard
 class MegatronModel:
     """Trains and evaluates Megatron-Core chunks with this package's losses and metrics.
 
-    The gradient, the loss and every metric are those of the global batch: the same numbers, up to rounding, under every TP,
-    PP, VPP, CP, DP and SP layout and every split into micro-batches.
+    The gradient, the loss and every metric are those of the global batch: the same numbers, up to rounding, under
+    every TP, PP, VPP, CP, DP and SP layout and every split into micro-batches.
 
     Args:
         chunks: this rank's model chunks (one, or a list under the interleaved schedule), wrapped in Megatron's
@@ -34,12 +34,19 @@ class MegatronModel:
         groups: `Groups` or a `ProcessGroupCollection`; None: Megatron's global groups.
         vocab_size: true vocabulary size, if the model's is padded. Ids at or past it take no probability.
 
-    Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same on all
-    TP, PP and CP ranks. ValueError, on every rank, for a layout or configuration that would give wrong gradients.
+    Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same
+    on all TP, PP and CP ranks. ValueError, on every rank, for a layout or configuration that would give wrong
+    gradients.
     """
 
     def __init__(
-        self, chunks: Any, optimizer: Any = None, scheduler: Any = None, groups: Any = None, *, vocab_size: int | None = None,
+        self,
+        chunks: Any,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        groups: Any = None,
+        *,
+        vocab_size: int | None = None,
     ) -> None:
         self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -68,18 +75,22 @@ class MegatronModel:
         if isinstance(loss, type):
             loss = loss(**init)
         elif init:
-            raise ValueError(f'{type(loss).__name__} is an instance already and takes no {sorted(init)}; pass the class')
+            raise ValueError(
+                f'{type(loss).__name__} is an instance already and takes no {sorted(init)}; pass the class'
+            )
         if not callable(loss):
             raise ValueError(f'loss must be a loss class, an instance, a name or a callable, got {type(loss).__name__}')
         if getattr(loss, 'reduction', 'mean') == 'none':
-            raise ValueError("reduction='none' gives no number to train; use 'mean' (or 'sum', which trains the same mean)")
+            raise ValueError(
+                "reduction='none' gives no number to train; use 'mean' (or 'sum', which trains the same mean)"
+            )
         self._loss = loss
 
     def add_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
         """Adds a metric: a class (made with `init`, `device_mesh` and the DP×CP group), its name, or an instance.
 
-        It is fed by `forward_backward` (is_training True), by `forward_only` (False), or for a class or name by default by
-        both, as two separate metrics; an instance goes to training by default.
+        It is fed by `forward_backward` (is_training True), by `forward_only` (False), or for a class or name by
+        default by both, as two separate metrics; an instance goes to training by default.
         """
         both = is_training is None and (isinstance(metric, (str, type)))
         for mode in (True, False) if both else (is_training is not False,):
@@ -93,22 +104,30 @@ class MegatronModel:
         self.add_metric(metric, is_training, **init)
 
     def forward_backward(
-        self, inputs: Any, micro_batch_size: int | None = None, *, finalize: bool = True, **extra: Any,
+        self,
+        inputs: Any,
+        micro_batch_size: int | None = None,
+        *,
+        finalize: bool = True,
+        **extra: Any,
     ) -> dict[str, Any]:
         """Accumulates the gradient of the mean loss over this call's global batch.
 
         Args:
-            inputs: this replica's micro-batches (InputFeature with 2-D tensors `[b, s]`, or one packed row `[1, T]` with
-                `position_ids` or `cu_seqlens`), or samples (1-D), collated by `micro_batch_size`. Labels are shifted already.
-            finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss. With
-                False they stay local sums until a later call or the step finalises, which saves that much communication.
+            inputs: this replica's micro-batches (InputFeature with 2-D tensors `[b, s]`, or one packed row `[1, T]`
+                with `position_ids` or `cu_seqlens`), or samples (1-D), collated by `micro_batch_size`. Labels are
+                shifted already.
+            finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss.
+                With False they stay local sums until a later call or the step finalises, which saves that much
+                communication.
             extra: keywords for a custom loss; tensors and lists with one entry a sample are split like the samples.
 
-        Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the log-prob of
-        each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step accumulate the
-        mean over all their tokens. A global batch without trained tokens gives 0.0 and no gradient.
+        Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the
+        log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step
+        accumulate the mean over all their tokens. A global batch without trained tokens gives 0.0 and no gradient.
 
-        An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no gradient.
+        An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
+        gradient.
         """
         return self._run(inputs, micro_batch_size, extra, training=True, sync=finalize)
 
@@ -125,10 +144,11 @@ class MegatronModel:
                 chunk.train(mode)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
-        """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes gradients.
+        """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes
+        gradients.
 
-        Returns the norm before clipping, the same on every rank, or None where no step was taken: nothing was accumulated
-        (no trained tokens, or the last call failed), or the loss scaler found inf or NaN.
+        Returns the norm before clipping, the same on every rank, or None where no step was taken: nothing was
+        accumulated (no trained tokens, or the last call failed), or the loss scaler found inf or NaN.
         """
         if self.optimizer is None:
             raise ValueError('clip_grad_and_step needs an optimizer: MegatronModel(chunks, optimizer=...)')
@@ -158,18 +178,24 @@ class MegatronModel:
 
     def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:
         """What the metrics of training (or of evaluation) say, for display, the same on every rank; resets them."""
-        return {key: value for metric in self._metrics[is_training] for key, value in (metric.calculate() or {}).items()}
+        return {
+            key: value for metric in self._metrics[is_training] for key, value in (metric.calculate() or {}).items()
+        }
 
     def metric_values(self, is_training: bool = True) -> dict[str, float]:
         """The same as floats, for loggers, without a reset."""
         return {key: value for metric in self._metrics[is_training] for key, value in metric.values().items()}
 
-    def _run(self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], training: bool, sync: bool) -> dict[str, Any]:
+    def _run(
+        self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], training: bool, sync: bool
+    ) -> dict[str, Any]:
         if self._loss is None:
             raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
         checks.check_extra(self._loss, extra)
         evaluation = Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
-        plan = make_plan(inputs, micro_batch_size, extra, self.groups, self._limits, evaluation.ignore_index, needs_labels=True)
+        plan = make_plan(
+            inputs, micro_batch_size, extra, self.groups, self._limits, evaluation.ignore_index, needs_labels=True
+        )
         if not plan.items or (training and plan.tokens == 0):
             zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
             return self._result(Outcome(0.0, zeros if self.groups.is_last_stage else []))

@@ -40,15 +40,22 @@ def test_recorded_values_and_gradients(record):
 
 @pytest.mark.parametrize('record', DIFFERS, ids=lambda r: r['name'])
 def test_where_the_record_contradicts_document_or_paper_ours_is_the_formula(record):
-    """reduction 'none' is the per-token tensor; DFT is −sg(p)·log p, whose gradient is −p · d log p (arXiv 2508.05629)."""
+    """reduction 'none' is the per-token tensor; DFT is −sg(p)·log p, whose gradient is −p · d log p (arXiv
+    2508.05629)."""
     result, outputs = run(record)
     labels, init = record['inputs']['labels'], record['init']
     leaf = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
-    logps = leaf['logps'] if 'logps' in leaf else leaf['logits'].log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    logps = (
+        leaf['logps']
+        if 'logps' in leaf
+        else leaf['logits'].log_softmax(-1).gather(-1, labels.clamp_min(0)[..., None])[..., 0]
+    )
     trained = labels != -100
     nll = -logps * (logps.detach().exp() if init.get('dft') else 1)
     tokens = torch.where(trained, nll, 0)
-    expected = {'none': tokens, 'sum': tokens.sum(), 'mean': tokens.sum() / trained.sum()}[init.get('reduction', 'mean')]
+    expected = {'none': tokens, 'sum': tokens.sum(), 'mean': tokens.sum() / trained.sum()}[
+        init.get('reduction', 'mean')
+    ]
     torch.testing.assert_close(result['loss'], expected, **tolerance(record))
     assert result['loss'].shape == (labels.shape if init.get('reduction') == 'none' else ())
     upstream = torch.rand_like(expected)
@@ -76,8 +83,9 @@ def test_dft_of_an_impossible_target_is_zero_without_nan():
 
 
 @pytest.mark.parametrize('cls', [CrossEntropyLoss, ChunkedCrossEntropyLoss])
-@pytest.mark.parametrize('init', [{}, {'label_smoothing': 0.1}, {'label_smoothing': 0.3, 'ignore_index': 0}, {'reduction': 'sum'}],
-                         ids=str)
+@pytest.mark.parametrize(
+    'init', [{}, {'label_smoothing': 0.1}, {'label_smoothing': 0.3, 'ignore_index': 0}, {'reduction': 'sum'}], ids=str
+)
 def test_equals_torch(cls, init):
     torch.manual_seed(0)
     logits = torch.randn(3, 5, 11, dtype=torch.float64, requires_grad=True)
@@ -95,13 +103,18 @@ def test_chunk_size_changes_no_value():
     torch.manual_seed(0)
     logits = torch.randn(4, 6, 50, dtype=torch.float64)
     labels = torch.randint(0, 50, (4, 6))
-    values = [float(ChunkedCrossEntropyLoss(chunk_size=c)({'labels': labels}, {'logits': logits})['loss']) for c in (1, 7, 50, 999)]
+    values = [
+        float(ChunkedCrossEntropyLoss(chunk_size=c)({'labels': labels}, {'logits': logits})['loss'])
+        for c in (1, 7, 50, 999)
+    ]
     assert values == pytest.approx([values[0]] * 4, rel=1e-14)
     assert ChunkedCrossEntropyLoss().chunk_size == 1024
 
 
 def test_case_7_ignored_tokens_are_not_in_the_denominator():
-    rows = torch.tensor([[0, 1, 2, 3], [5, 5, 5, 5], [9, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.float64, requires_grad=True)
+    rows = torch.tensor(
+        [[0, 1, 2, 3], [5, 5, 5, 5], [9, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.float64, requires_grad=True
+    )
     labels = torch.tensor([1, -100, -100, 3])
     loss = CrossEntropyLoss()({'labels': labels}, {'logits': rows})['loss']
     loss.backward()
@@ -111,7 +124,10 @@ def test_case_7_ignored_tokens_are_not_in_the_denominator():
 
 def test_case_22_nan_at_a_masked_position_stays_out():
     logits = torch.tensor([[0.0, 0.0], [torch.nan, torch.inf]], requires_grad=True)
-    for inputs in ({'labels': torch.tensor([1, -100])}, {'labels': torch.tensor([1, 1]), 'completion_mask': torch.tensor([1, 0])}):
+    for inputs in (
+        {'labels': torch.tensor([1, -100])},
+        {'labels': torch.tensor([1, 1]), 'completion_mask': torch.tensor([1, 0])},
+    ):
         logits.grad = None
         loss = CrossEntropyLoss()(inputs, {'logits': logits})['loss']
         loss.backward()
@@ -158,15 +174,28 @@ WRONG = [
     (lambda: ChunkedCrossEntropyLoss(chunk_size='big'), 'chunk_size must be an int'),
     (lambda: CrossEntropyLoss()({}, {'logits': torch.zeros(1, 4)}), "must hold 'labels'"),
     (lambda: CrossEntropyLoss()({'labels': torch.zeros(1).long()}, {}), "'logits' or 'logps'"),
-    (lambda: CrossEntropyLoss()({'labels': torch.zeros(2).long()}, {'logits': torch.zeros(1, 4)}), 'shape of the logits'),
+    (
+        lambda: CrossEntropyLoss()({'labels': torch.zeros(2).long()}, {'logits': torch.zeros(1, 4)}),
+        'shape of the logits',
+    ),
     (lambda: CrossEntropyLoss()({'labels': torch.zeros(2).long()}, {'logps': torch.zeros(1)}), 'shape of labels'),
     (lambda: CrossEntropyLoss()({'labels': torch.tensor([4])}, {'logits': torch.zeros(1, 4)}), r'ids in \[0, 4\)'),
     (lambda: CrossEntropyLoss()({'labels': torch.tensor([1.0])}, {'logits': torch.zeros(1, 4)}), 'integer ids'),
-    (lambda: CrossEntropyLoss()({'labels': torch.tensor([1])}, {'logits': torch.zeros(1, 4).int()}), 'float16, bfloat16'),
+    (
+        lambda: CrossEntropyLoss()({'labels': torch.tensor([1])}, {'logits': torch.zeros(1, 4).int()}),
+        'float16, bfloat16',
+    ),
     (lambda: CrossEntropyLoss(z_loss=0.1)({'labels': torch.tensor([1])}, {'logps': torch.zeros(1)}), 'log_normalizer'),
-    (lambda: CrossEntropyLoss()({'labels': torch.tensor([1])}, {'logits': torch.zeros(1, 4)}, beta=1), "no argument 'beta'"),
-    (lambda: CrossEntropyLoss()({'labels': torch.tensor([1])},
-                                {'logits': torch.zeros(1, 4), 'vocab_shard': VocabShard(0, 8, 8)}), r'8 ids \[0, 8\)'),
+    (
+        lambda: CrossEntropyLoss()({'labels': torch.tensor([1])}, {'logits': torch.zeros(1, 4)}, beta=1),
+        "no argument 'beta'",
+    ),
+    (
+        lambda: CrossEntropyLoss()(
+            {'labels': torch.tensor([1])}, {'logits': torch.zeros(1, 4), 'vocab_shard': VocabShard(0, 8, 8)}
+        ),
+        r'8 ids \[0, 8\)',
+    ),
 ]
 
 

@@ -97,7 +97,7 @@ def test_installed_before_the_import_it_adapts_what_comes_later():
 def test_refused_where_cuda_is_available(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     before = snapshot()
-    with pytest.raises(RuntimeError, match='without CUDA.*CUDA_VISIBLE_DEVICES'):
+    with pytest.raises(RuntimeError, match=r'without CUDA.*CUDA_VISIBLE_DEVICES'):
         cpu.install()
     assert not cpu.installed()
     assert changed(before, snapshot()) == []
@@ -107,7 +107,7 @@ def test_torch_compile_still_compiles_but_megatron_does_not():
     def case():
         import torch._dynamo
 
-        stock.train(Spec(layers=2), Layout())
+        stock.train(Spec(layers=2, config={'bias_activation_fusion': True, 'bias_dropout_fusion': True}), Layout())
         of_megatron = dict(torch._dynamo.utils.counters['frames'])
         graphs = []
 
@@ -194,15 +194,20 @@ def test_megatrons_own_cross_entropy_agrees_within_float32(layout):
     assert worst.error < 1e-6, worst
 
 
-@pytest.mark.parametrize('spec', [Spec(layers=2), Spec(layers=2, dtype=torch.bfloat16)], ids=['float64', 'bfloat16'])
-@pytest.mark.parametrize('layout', [Layout(tp=2), Layout(dp=2)], ids=str)
-def test_the_distributed_optimizer_takes_the_step_of_the_plain_one(spec, layout):
-    plain = run_ranks(lambda: stock.step(spec, layout), layout.world)
-    distributed = run_ranks(lambda: stock.step(spec, layout, distributed_optimizer=True), layout.world)
-    for rank, (a, b) in enumerate(zip(plain, distributed)):
-        for name in a:
-            difference = (a[name].tensor.double() - b[name].tensor.double()).abs().max().item()
-            assert difference <= 1e-7, (rank, name)
+@pytest.mark.parametrize('layout', [Layout(tp=2, sp=True), Layout(pp=2, vpp=2)], ids=str)
+def test_a_clipped_step_of_adam_is_that_of_one_process(layout):
+    (one,) = run_ranks(lambda: stock.step(PLAIN, Layout()), 1)
+    worst = compare(run_ranks(lambda: stock.step(PLAIN, layout), layout.world), one)
+    assert worst.error < 1e-7, worst  # Megatron's clipping coefficient is a float32
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_the_distributed_optimizer_takes_the_step_of_the_plain_one(dtype):
+    spec = Spec(layers=2, dtype=dtype)
+    plain = run_ranks(lambda: stock.step(spec, Layout(dp=2)), 2)
+    sharded = run_ranks(lambda: stock.step(spec, Layout(dp=2), distributed_optimizer=True), 2)
+    worst = compare(sharded, plain[0])
+    assert worst.error <= 1e-6, worst
 
 
 def test_recomputed_dropout_is_the_same_dropout():

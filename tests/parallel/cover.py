@@ -14,7 +14,8 @@ SPLITS = ('mb1', 'mb2', 'mb4', 'uneven', 'empty')
 
 @dataclass(frozen=True)
 class Case:
-    """One setting of every factor. `experts` says whether the model is a mixture of experts (with `ep` 2 it must be)."""
+    """One setting of every factor. `experts` says whether the model is a mixture of experts (with `ep` 2 it must
+    be)."""
 
     tp: int
     pp: int
@@ -27,8 +28,16 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, ep=self.ep, etp=1 if self.ep > 1 else None,
-                      sp=self.sp)
+        return Layout(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            cp=self.cp,
+            dp=self.dp,
+            ep=self.ep,
+            etp=1 if self.ep > 1 else None,
+            sp=self.sp,
+        )
 
     @property
     def cut(self) -> Split:

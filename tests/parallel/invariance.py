@@ -37,7 +37,8 @@ class Split:
 
 
 def even(dp: int, micro_batches: int) -> Split:
-    """The eight samples in order, in equal shares. With dp 4 one micro-batch holds sample 2 only, without a trained token."""
+    """The eight samples in order, in equal shares. With dp 4 one micro-batch holds sample 2 only, without a trained
+    token."""
     size = 8 // (dp * micro_batches)
     starts = [[(r * micro_batches + m) * size for m in range(micro_batches)] for r in range(dp)]
     return Split(f'mb{micro_batches}', tuple(tuple(tuple(range(s, s + size)) for s in row) for row in starts))
@@ -81,7 +82,11 @@ class Result:
 
 
 def train_once(
-    spec: Spec, layout: Layout, split: Split, loss: str = 'ChunkedCrossEntropyLoss', init: dict | None = None,
+    spec: Spec,
+    layout: Layout,
+    split: Split,
+    loss: str = 'ChunkedCrossEntropyLoss',
+    init: dict | None = None,
     ddp: dict | None = None,
 ) -> Result:
     """On every rank: one forward-backward of this rank's replica."""
@@ -93,11 +98,17 @@ def train_once(
         assert batch.keys() == old.keys()
         assert all(torch.equal(batch[k], old[k]) for k in old), 'the inputs were written to'
     values = model.metric_values()
-    return Result(out['loss'], collect_grads(model.chunks), {**model.calculate_metric(), 'values': values}, out['logps'])
+    return Result(
+        out['loss'], collect_grads(model.chunks), {**model.calculate_metric(), 'values': values}, out['logps']
+    )
 
 
 def model_on(
-    spec: Spec, layout: Layout, loss: Any = 'ChunkedCrossEntropyLoss', init: dict | None = None, ddp: dict | None = None,
+    spec: Spec,
+    layout: Layout,
+    loss: Any = 'ChunkedCrossEntropyLoss',
+    init: dict | None = None,
+    ddp: dict | None = None,
     **model_arguments: Any,
 ) -> MegatronModel:
     """Megatron, the tiny GPT and a MegatronModel with the loss and two metrics, on this rank."""
@@ -140,7 +151,7 @@ def _reference(spec: Spec, init: dict) -> Result:
     ids = torch.stack([s['input_ids'] for s in whole]).to(device())
     labels = torch.stack([s['labels'] for s in whole]).to(device())
     positions = torch.arange(LENGTH, device=device()).expand(len(whole), LENGTH)
-    logits = chunk(ids, positions, None)[..., :spec.vocab_size]
+    logits = chunk(ids, positions, None)[..., : spec.vocab_size]
     loss = formula(logits.flatten(0, 1), labels.flatten(), init)
     loss.backward()
     trained = labels != -100

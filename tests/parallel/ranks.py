@@ -94,7 +94,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []
             work = (rank, n, folder, writer, inherited, all_started, os.getpid(), timeout, fn, args)
-            process = context.Process(target=_rank_main, args=work, daemon=True)
+            process = context.Process(target=_rank_main, args=work)  # no daemon: checkpoints start processes
             process.start()
             ranks.append(process)
             writer.close()

@@ -121,7 +121,10 @@ BAD_DATA = {
     'mask of another length': (lambda b: dict(b, completion_mask=b['labels'][:, :-1]), 'shape of input_ids'),
     'float labels': (lambda b: dict(b, labels=b['labels'].double()), 'integer ids'),
     'too long': (lambda b: {k: v.repeat(1, 5) for k, v in b.items()}, 'at most 64 tokens'),
-    'left padding': (lambda b: dict(b, attention_mask=(torch.arange(16) > 2).long().expand_as(b['labels'])), 'trailing padding'),
+    'left padding': (
+        lambda b: dict(b, attention_mask=(torch.arange(16) > 2).long().expand_as(b['labels'])),
+        'trailing padding',
+    ),
     'three dims': (lambda b: {k: v[None] for k, v in b.items()}, 'must be [b, s]'),
     'not a dict': (lambda b: 'text', 'list of InputFeature'),
 }
@@ -204,8 +207,13 @@ def _mtp_per_micro_batch():
 
 
 def _router_padding():
-    spec = Spec(vocab_size=62, pad_vocab_to=2, experts=4, layers=2,
-                config={'moe_aux_loss_coeff': 0.01, 'moe_router_load_balancing_type': 'aux_loss'})
+    spec = Spec(
+        vocab_size=62,
+        pad_vocab_to=2,
+        experts=4,
+        layers=2,
+        config={'moe_aux_loss_coeff': 0.01, 'moe_router_load_balancing_type': 'aux_loss'},
+    )
     model = model_on(spec, Layout(dp=2))
     model.forward_backward(inputs=micro_batches(spec, UNEVEN[2], dist.get_rank(model.groups.dp)))
 

@@ -18,8 +18,17 @@ def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **
     """One case against the one-process reference: 1e-9 of each tensor's largest entry, in float64."""
     init = init or {}
     expected = reference(spec, init)
-    results = run_ranks(train_once, layout.world, spec, layout, split, kwargs.pop('loss', 'ChunkedCrossEntropyLoss'), init,
-                        kwargs.pop('ddp', None), timeout=90)
+    results = run_ranks(
+        train_once,
+        layout.world,
+        spec,
+        layout,
+        split,
+        kwargs.pop('loss', 'ChunkedCrossEntropyLoss'),
+        init,
+        kwargs.pop('ddp', None),
+        timeout=90,
+    )
     for rank, result in enumerate(results):
         assert result.loss == pytest.approx(expected.loss, rel=1e-9), f'rank {rank}'
         assert result.loss == results[0].loss, 'ranks must return the bitwise same loss'

@@ -20,12 +20,16 @@ from twinkle_megatron.metric import LossMetric, TrainMetric
 PER_MICRO_BATCH = dataclasses.replace(GPT, config={'calculate_per_token_loss': False})
 
 
-@pytest.mark.parametrize(('layout', 'split'), [
-    (Layout(), UNEVEN[1]),
-    (Layout(dp=2, cp=2), UNEVEN[2]),
-    (Layout(pp=2, vpp=2), UNEVEN[1]),
-    (Layout(tp=2, sp=True, dp=2), UNEVEN[2]),
-], ids=str)
+@pytest.mark.parametrize(
+    ('layout', 'split'),
+    [
+        (Layout(), UNEVEN[1]),
+        (Layout(dp=2, cp=2), UNEVEN[2]),
+        (Layout(pp=2, vpp=2), UNEVEN[1]),
+        (Layout(tp=2, sp=True, dp=2), UNEVEN[2]),
+    ],
+    ids=str,
+)
 def test_case_31_flag_calculate_per_token_loss_does_not_matter(layout, split):
     check(PER_MICRO_BATCH, layout, split)
 
@@ -34,7 +38,7 @@ def test_case_31_flag_calculate_per_token_loss_does_not_matter(layout, split):
 def test_case_30_one_trained_token_keeps_its_gradient_under_context_parallelism(layout):
     results = run_ranks(_one_token, layout.world, layout)
     expected = run_ranks(_one_token, 1, Layout())[0]
-    assert compare([r for r in results], expected).error < 1e-9
+    assert compare(results, expected).error < 1e-9
 
 
 def _one_token(layout):
@@ -46,37 +50,61 @@ def _one_token(layout):
     return collect_grads(model.chunks)
 
 
-@pytest.mark.parametrize('init', [
-    {'dft': True}, {'label_smoothing': 0.1}, {'z_loss': 1e-2, 'label_smoothing': 0.3}, {'chunk_size': 7}, {'reduction': 'sum'},
-    {'inplace_backward': True},
-], ids=str)
+@pytest.mark.parametrize(
+    'init',
+    [
+        {'dft': True},
+        {'label_smoothing': 0.1},
+        {'z_loss': 1e-2, 'label_smoothing': 0.3},
+        {'chunk_size': 7},
+        {'reduction': 'sum'},
+        {'inplace_backward': True},
+    ],
+    ids=str,
+)
 def test_every_option_of_the_loss_is_exact_on_shards(init):
     check(GPT, Layout(tp=2, pp=2), UNEVEN[1], init)
 
 
-@pytest.mark.parametrize(('spec', 'layout', 'split'), [
-    (Spec(vocab_size=62, pad_vocab_to=4, tied=True), Layout(tp=2, pp=2), UNEVEN[1]),
-    (Spec(vocab_size=62, position='rope'), Layout(cp=2, tp=2), UNEVEN[1]),
-    (Spec(vocab_size=64, experts=4, layers=2), Layout(ep=2, dp=2), UNEVEN[2]),
-    (Spec(vocab_size=64, experts=4, layers=2), Layout(tp=2, dp=2, ep=2, etp=1, sp=True), even(2, 2)),
-    (Spec(vocab_size=64, config={'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}), Layout(pp=2),
-     UNEVEN[1]),
-], ids=['tied', 'rope-gqa', 'experts', 'experts-sp', 'variable-lengths'])
+@pytest.mark.parametrize(
+    ('spec', 'layout', 'split'),
+    [
+        (Spec(vocab_size=62, pad_vocab_to=4, tied=True), Layout(tp=2, pp=2), UNEVEN[1]),
+        (Spec(vocab_size=62, position='rope'), Layout(cp=2, tp=2), UNEVEN[1]),
+        (Spec(vocab_size=64, experts=4, layers=2), Layout(ep=2, dp=2), UNEVEN[2]),
+        (Spec(vocab_size=64, experts=4, layers=2), Layout(tp=2, dp=2, ep=2, etp=1, sp=True), even(2, 2)),
+        (
+            Spec(vocab_size=64, config={'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}),
+            Layout(pp=2),
+            UNEVEN[1],
+        ),
+    ],
+    ids=['tied', 'rope-gqa', 'experts', 'experts-sp', 'variable-lengths'],
+)
 def test_kinds_of_models_keep_the_promise(spec, layout, split):
     check(spec, layout, split)
 
 
-@pytest.mark.parametrize('ddp', [
-    {'distributed_optimizer': True}, {'overlap': True}, {'distributed_optimizer': True, 'overlap': True},
-], ids=str)
+@pytest.mark.parametrize(
+    'ddp',
+    [
+        {'distributed_optimizer': True},
+        {'overlap': True},
+        {'distributed_optimizer': True, 'overlap': True},
+    ],
+    ids=str,
+)
 def test_ways_of_reducing_gradients_keep_the_promise(ddp):
     check(GPT, Layout(dp=2, pp=2), UNEVEN[2], ddp=ddp)
 
 
 @pytest.mark.parametrize('spec', [GPT, PER_MICRO_BATCH], ids=['per-token', 'per-micro-batch'])
 @pytest.mark.parametrize('ddp', [{}, {'distributed_optimizer': True}, {'overlap': True}], ids=str)
-@pytest.mark.parametrize('finalize', [(True, True, True), (False, False, True), (False, True, False), (True, False, None)],
-                         ids=lambda f: '-'.join(str(x) for x in f))
+@pytest.mark.parametrize(
+    'finalize',
+    [(True, True, True), (False, False, True), (False, True, False), (True, False, None)],
+    ids=lambda f: '-'.join(str(x) for x in f),
+)
 def test_several_calls_give_the_mean_over_all_their_tokens(spec, ddp, finalize):
     """Calls over parts of the batch, then one step: the gradient of the whole batch, however they are finalised."""
     expected = reference(spec, {})
@@ -133,7 +161,12 @@ def _evaluate(layout):
     dp = dist.get_world_size(model.groups.dp)
     out = model.forward_only(inputs=micro_batches(GPT, UNEVEN[dp], dist.get_rank(model.groups.dp)))
     was_training = all(chunk.training for chunk in model.chunks)
-    return out['loss'], model.calculate_metric(is_training=False), (was_training, model.calculate_metric()), collect_grads(model.chunks)
+    return (
+        out['loss'],
+        model.calculate_metric(is_training=False),
+        (was_training, model.calculate_metric()),
+        collect_grads(model.chunks),
+    )
 
 
 def test_case_35_a_batch_without_trained_tokens_trains_nothing_on_any_rank():
@@ -146,9 +179,17 @@ def _trainer(spec, layout, ddp=None, **optimizer):
     initialize(layout)
     chunks = wrap(build(spec, layout), **(ddp or {}))
     half = chunks[0].config.bf16, chunks[0].config.fp16
-    config = OptimizerConfig(optimizer='adam', lr=1e-2, weight_decay=0.1, clip_grad=1.0, bf16=half[0], fp16=half[1],
-                             params_dtype=spec.dtype, **optimizer,
-                             use_distributed_optimizer=bool((ddp or {}).get('distributed_optimizer')))
+    config = OptimizerConfig(
+        optimizer='adam',
+        lr=1e-2,
+        weight_decay=0.1,
+        clip_grad=1.0,
+        bf16=half[0],
+        fp16=half[1],
+        params_dtype=spec.dtype,
+        **optimizer,
+        use_distributed_optimizer=bool((ddp or {}).get('distributed_optimizer')),
+    )
     model = MegatronModel(chunks, get_megatron_optimizer(config, chunks), vocab_size=spec.vocab_size)
     model.set_loss('ChunkedCrossEntropyLoss')
     for metric in (LossMetric, TrainMetric):
@@ -203,8 +244,17 @@ def test_half_precision_trains_with_a_loss_scale(dtype):
 
 
 def _scaled(spec, layout):
-    scale = {'initial_loss_scale': 1024.0, 'loss_scale': None, 'min_loss_scale': 1.0, 'loss_scale_window': 10,
-             'hysteresis': 2} if spec.dtype is torch.float16 else {}
+    scale = (
+        {
+            'initial_loss_scale': 1024.0,
+            'loss_scale': None,
+            'min_loss_scale': 1.0,
+            'loss_scale_window': 10,
+            'hysteresis': 2,
+        }
+        if spec.dtype is torch.float16
+        else {}
+    )
     model = _trainer(spec, layout, **scale)
     model.config.grad_scale_func = model.optimizer.scale_loss
     loss = model.forward_backward(inputs=micro_batches(spec, UNEVEN[1], 0))['loss']
@@ -248,8 +298,13 @@ def _plain_mtp(spec):
         return out, lambda o: ((o * mask).sum(), mask.sum().int(), {'l': o.detach().sum()})
 
     get_forward_backward_func()(
-        forward_step_func=step, data_iterator=iter(micro_batches(spec, UNEVEN[1], 0)), model=chunk, num_microbatches=3,
-        seq_length=LENGTH, micro_batch_size=3, forward_only=False,
+        forward_step_func=step,
+        data_iterator=iter(micro_batches(spec, UNEVEN[1], 0)),
+        model=chunk,
+        num_microbatches=3,
+        seq_length=LENGTH,
+        micro_batch_size=3,
+        forward_only=False,
     )
     return collect_grads([chunk])
 
@@ -267,7 +322,7 @@ def test_samples_of_unequal_length_are_collated_and_padding_changes_nothing():
 
 def _ragged(layout):
     model = model_on(GPT, layout)
-    cut = [{k: v[:LENGTH - 2 * i + 1] for k, v in sample.items()} for i, sample in enumerate(samples(GPT)[:5])]
+    cut = [{k: v[: LENGTH - 2 * i + 1] for k, v in sample.items()} for i, sample in enumerate(samples(GPT)[:5])]
     out = model.forward_backward(inputs=cut, micro_batch_size=2)
     if model.groups.is_last_stage:
         assert [tuple(x.shape) for x in out['logps']] == [(2, 16), (2, 13), (1, 9)]
@@ -347,7 +402,7 @@ def _scalar_reference():
         for at, batch in zip(UNEVEN[2].replicas[replica], micro_batches(GPT, UNEVEN[2], replica)):
             ids, labels = batch['input_ids'].to(device()), batch['labels'].to(device())
             positions = torch.arange(LENGTH, device=device()).expand_as(ids)
-            logps = chunk(ids, positions, None)[..., :GPT.vocab_size].log_softmax(-1)
+            logps = chunk(ids, positions, None)[..., : GPT.vocab_size].log_softmax(-1)
             logps = logps.gather(-1, labels.clamp_min(0)[..., None])[..., 0] * (labels != -100)
             weights = torch.tensor([float(i + 1) for i in at], device=device())
             means.append((logps.sum(-1) * weights**2).mean())
@@ -381,3 +436,47 @@ def test_formula_of_the_tests_is_torch_cross_entropy():
     for smoothing in (0.0, 0.2):
         expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         torch.testing.assert_close(formula(logits, labels, {'label_smoothing': smoothing}), expected)
+
+
+def test_completion_mask_takes_tokens_out_of_loss_gradient_and_metrics():
+    """Masked by completion_mask or by label -100: the same numbers, on shards."""
+    for by_mask, by_label in run_ranks(_masked_twice, 4):
+        assert by_mask[0] == pytest.approx(by_label[0], rel=1e-12)
+        assert by_mask[1] == by_label[1]
+        assert by_mask[2].keys() == by_label[2].keys()
+        for name, part in by_mask[2].items():
+            torch.testing.assert_close(part.grad, by_label[2][name].grad, rtol=1e-12, atol=1e-14)
+
+
+def _masked_twice():
+    layout = Layout(tp=2, cp=2)
+    out = []
+    for by_mask in (True, False):
+        model = model_on(GPT, layout)
+        batches = micro_batches(GPT, UNEVEN[1], 0)
+        for batch in batches:
+            keep = torch.arange(LENGTH) % 3 > 0
+            if by_mask:
+                batch['completion_mask'] = keep.expand_as(batch['labels'])
+            else:
+                batch['labels'] = batch['labels'].masked_fill(~keep, -100)
+        loss = model.forward_backward(inputs=batches)['loss']
+        out.append((loss, model.calculate_metric(), collect_grads(model.chunks)))
+    return out
+
+
+def test_one_sweep_serves_the_loss_and_the_metrics():
+    """One collective over TP a micro-batch forward, none backward, with Accuracy's argmax riding along."""
+    assert run_ranks(_count_collectives, 2) == [3, 3]
+
+
+def _count_collectives():
+    from twinkle_megatron.vocab_parallel import token_stats as module
+
+    model = model_on(GPT, Layout(tp=2), 'CrossEntropyLoss', {'label_smoothing': 0.1})
+    model.forward_backward(inputs=micro_batches(GPT, UNEVEN[1], 0))  # builds the shard once
+    calls = []
+    gather = module.all_gather_rows
+    module.all_gather_rows = lambda row, group: calls.append(row.shape) or gather(row, group)
+    model.forward_backward(inputs=micro_batches(GPT, UNEVEN[1], 0))
+    return len(calls)

@@ -112,7 +112,7 @@ def test_gradcheck():
 
 def test_one_collective_forward_and_none_backward():
     def on_rank():
-        from tests.vocab_parallel.collectives import counted
+        from tests.vocab_parallel.probes import counted
 
         shard = VocabShard.from_group(4, dist.group.WORLD)
         x = torch.randn(3, 4, requires_grad=True)

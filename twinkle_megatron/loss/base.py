@@ -19,8 +19,8 @@ class Loss:
     """A loss is called as `loss(inputs, outputs, **extra)` and returns `{'loss': ..., 'num_tokens': ...}`.
 
     A subclass overrides `__call__`; a plain function of the same form that returns a scalar tensor will do too.
-    `inputs['labels']` are already shifted and aligned with the logits. `num_tokens` 0 says that `loss` is a mean, above 0
-    that it is a sum over that many tokens, which `MegatronModel` divides by the tokens of the global batch.
+    `inputs['labels']` are already shifted and aligned with the logits. `num_tokens` 0 says that `loss` is a mean,
+    above 0 that it is a sum over that many tokens, which `MegatronModel` divides by the tokens of the global batch.
     """
 
     @property
@@ -39,8 +39,9 @@ class TokenLoss(Loss):
     many tokens it sums over; 'none', the per-token tensor. Inside `MegatronModel` 'mean' and 'sum' both train the mean
     over the tokens of the global batch, and 'none' is refused.
 
-    Called by hand, `outputs` holds `token_stats`, or `logits`, or ready `logps` `[...]`. Logits are this rank's vocabulary
-    shard, as `outputs['vocab_shard']` says or, without it, when Megatron's tensor parallel group has several ranks.
+    Called by hand, `outputs` holds `token_stats`, or `logits`, or ready `logps` `[...]`. Logits are this rank's
+    vocabulary shard, as `outputs['vocab_shard']` says or, without it, when Megatron's tensor parallel group has
+    several ranks.
     """
 
     def __init__(self, ignore_index: int = -100, reduction: str = 'mean', **unknown: Any) -> None:
@@ -87,16 +88,25 @@ class TokenLoss(Loss):
         if logits is not None:
             shard = outputs.get('vocab_shard') or VocabShard.from_group(logits.shape[-1], tensor_parallel_group())
             return token_stats(
-                logits, batch.labels.to(logits.device), shard=shard, temperature=self.temperature,
-                ignore_index=self.ignore_index, chunk_size=self.chunk_size, reuse_storage=self.inplace_backward,
+                logits,
+                batch.labels.to(logits.device),
+                shard=shard,
+                temperature=self.temperature,
+                ignore_index=self.ignore_index,
+                chunk_size=self.chunk_size,
+                reuse_storage=self.inplace_backward,
                 **{name: True for name in self.needs if name in ('entropy', 'mean_logit')},
             )
         logps = outputs.get('logps')
         if logps is None:
             raise ValueError(f"outputs must hold 'logits' or 'logps', got the keys {sorted(outputs)}")
         if self.needs - {'log_prob'}:
-            raise ValueError(f'{type(self).__name__} needs {sorted(self.needs - {"log_prob"})} of the whole distribution: give '
-                             "outputs['logits'], from 'logps' alone they cannot be had")
+            raise ValueError(
+                f'{type(self).__name__} needs {sorted(self.needs - {"log_prob"})} of the whole distribution: give '
+                "outputs['logits'], from 'logps' alone they cannot be had"
+            )
         if logps.shape != batch.labels.shape:
-            raise ValueError(f'logps must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(logps.shape)}')
+            raise ValueError(
+                f'logps must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(logps.shape)}'
+            )
         return TokenStats(log_prob=logps.masked_fill(batch.labels.to(logps.device) == self.ignore_index, 0))

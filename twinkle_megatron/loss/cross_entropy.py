@@ -30,8 +30,8 @@ class CrossEntropyLoss(TokenLoss):
 
     Shapes: logits `[..., V/tp]`, sharded over TP; labels and completion_mask `[...]`, replicated over TP. The loss is
     float32 (float64 for float64 logits), the gradient has the dtype of the logits. One all-gather over TP forward, none
-    backward; kept for backward: the logits and a few numbers a token. ValueError for an unknown argument or reduction, for
-    labels outside the vocabulary, and for logits that are not this rank's shard.
+    backward; kept for backward: the logits and a few numbers a token. ValueError for an unknown argument or reduction,
+    for labels outside the vocabulary, and for logits that are not this rank's shard.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class CrossEntropyLoss(TokenLoss):
 class ChunkedCrossEntropyLoss(CrossEntropyLoss):
     """`CrossEntropyLoss` that handles `chunk_size` vocabulary entries at once, to bound its working memory.
 
-    `chunk_size` counts columns of this rank's shard and changes no value beyond rounding. No tensor of tokens × vocabulary
-    is made but the gradient itself, for any `chunk_size`. Other arguments are those of `CrossEntropyLoss`.
+    `chunk_size` counts columns of this rank's shard and changes no value beyond rounding. No tensor of tokens ×
+    vocabulary is made but the gradient itself, for any `chunk_size`. Other arguments are those of `CrossEntropyLoss`.
     """
 
     def __init__(

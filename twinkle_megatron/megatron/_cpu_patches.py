@@ -167,7 +167,7 @@ def _distributed_optimizer_types(module: ModuleType, undo: Undo) -> None:
 
 @_patch('megatron.core.optimizer.clip_grads', 'gradient clipping: the same comparison')
 def _clipped_types(module: ModuleType, undo: Undo) -> None:
-    _rename_types(module.clip_grad_by_total_norm_fp32, undo)
+    _rename_types(module.clip_grad_by_total_norm_fp32, undo, _FullPrecision())
 
 
 @_patch(
@@ -187,7 +187,7 @@ def _adam_step(module: ModuleType, undo: Undo) -> None:
 
 
 class _FullPrecision(str):
-    """The type name that Megatron's optimizers take for a float32 parameter; on the CPU float64 is as good."""
+    """Equals the type names of float32 and float64 tensors: clipping is as good in both."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -199,23 +199,21 @@ class _FullPrecision(str):
         return not self == other
 
 
-_TYPE_NAMES = {
-    'torch.cuda.FloatTensor': _FullPrecision('torch.FloatTensor'),
-    'torch.cuda.HalfTensor': 'torch.HalfTensor',
-    'torch.cuda.BFloat16Tensor': 'torch.BFloat16Tensor',
-}
-
-
-def _rename_types(function: Any, undo: Undo) -> None:
+def _rename_types(function: Any, undo: Undo, full_precision: str = 'torch.FloatTensor') -> None:
     """Lets `function` compare `tensor.type()` with the names of CPU tensors: they are literals in its code."""
+    names = {
+        'torch.cuda.FloatTensor': full_precision,
+        'torch.cuda.HalfTensor': 'torch.HalfTensor',
+        'torch.cuda.BFloat16Tensor': 'torch.BFloat16Tensor',
+    }
     code = function.__code__
-    function.__code__ = _renamed(code)
+    function.__code__ = _renamed(code, names)
     undo.later(lambda: setattr(function, '__code__', code))
 
 
-def _renamed(constant: Any) -> Any:
+def _renamed(constant: Any, names: dict[str, str]) -> Any:
     if isinstance(constant, CodeType):
-        return constant.replace(co_consts=_renamed(constant.co_consts))
+        return constant.replace(co_consts=_renamed(constant.co_consts, names))
     if isinstance(constant, tuple):
-        return tuple(map(_renamed, constant))
-    return _TYPE_NAMES.get(constant, constant) if isinstance(constant, str) else constant
+        return tuple(_renamed(item, names) for item in constant)
+    return names.get(constant, constant) if isinstance(constant, str) else constant

@@ -13,10 +13,10 @@ from .schedule import Runner
 class Accumulation:
     """Keeps what each call weighs, so that the gradient is the token mean over all calls since the last step.
 
-    A call with G tokens adds w · (gradient of its mean), w = G under Megatron's `calculate_per_token_loss`, else G / G_first
-    so that a single call is not scaled at all; finalising reduces over ranks and divides by Σ w. What is reduced must not be
-    reduced again: a call after a finalised one sets the gradients aside until its own finalisation, at the cost of one more
-    gradient buffer. Calls with `finalize=False` do without.
+    A call with G tokens adds w · (gradient of its mean), w = G under Megatron's `calculate_per_token_loss`, else G /
+    G_first so that a single call is not scaled at all; finalising reduces over ranks and divides by Σ w. What is
+    reduced must not be reduced again: a call after a finalised one sets the gradients aside until its own
+    finalisation, at the cost of one more gradient buffer. Calls with `finalize=False` do without.
     """
 
     def __init__(self, runner: Runner) -> None:

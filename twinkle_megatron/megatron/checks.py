@@ -25,8 +25,9 @@ def unwrap(chunks: Sequence[Any]) -> tuple[list[Any], Any]:
         models.append(chunk)
     config = getattr(chunks[0], 'config', None) or getattr(models[0], 'config', None)
     if config is None or not hasattr(config, 'finalize_model_grads_func'):
-        raise ValueError('chunks must be Megatron-Core modules with a TransformerConfig as .config, got '
-                         f'{type(models[0]).__name__}')
+        raise ValueError(
+            f'chunks must be Megatron-Core modules with a TransformerConfig as .config, got {type(models[0]).__name__}'
+        )
     return models, config
 
 
@@ -37,8 +38,10 @@ def check_chunks(chunks: Sequence[Any], models: Sequence[Any], config: Any, grou
         raise ValueError("chunks must be all wrapped in Megatron's DistributedDataParallel or all bare, got a mixture")
     per_token = bool(getattr(config, 'calculate_per_token_loss', False))
     if getattr(config, 'mtp_num_layers', None) and not per_token:
-        raise ValueError('multi-token prediction needs config.calculate_per_token_loss=True: without it a micro-batch with no '
-                         'trained token makes the gradient non-finite')
+        raise ValueError(
+            'multi-token prediction needs config.calculate_per_token_loss=True: without it a micro-batch with no '
+            'trained token makes the gradient non-finite'
+        )
     if wrapped[0]:
         _check_scaling(chunks, per_token)
     else:
@@ -46,8 +49,10 @@ def check_chunks(chunks: Sequence[Any], models: Sequence[Any], config: Any, grou
         if is_megatron(optimizer):
             raise ValueError("Megatron's optimizer needs chunks wrapped in DistributedDataParallel, got bare chunks")
     if wrapped[0] and optimizer is not None and not is_megatron(optimizer):
-        raise ValueError('chunks wrapped in DistributedDataParallel keep their gradients in main_grad, which a torch optimizer '
-                         f'does not see; use megatron.core.optimizer.get_megatron_optimizer, got {type(optimizer).__name__}')
+        raise ValueError(
+            'chunks wrapped in DistributedDataParallel keep their gradients in main_grad, which a torch optimizer '
+            f'does not see; use megatron.core.optimizer.get_megatron_optimizer, got {type(optimizer).__name__}'
+        )
     if len(chunks) > 1 and group_size(groups.pp) == 1:
         raise ValueError(f'{len(chunks)} chunks need a pipeline of several stages, got pipeline parallel size 1')
     cpu.check_config(config, len(chunks))
@@ -68,12 +73,16 @@ def _check_scaling(chunks: Sequence[Any], per_token: bool) -> None:
 
 
 def _check_bare(config: Any, groups: Groups) -> None:
-    several = [name for name, group in (('DP', groups.dp), ('CP', groups.cp), ('PP', groups.pp)) if group_size(group) > 1]
+    several = [
+        name for name, group in (('DP', groups.dp), ('CP', groups.cp), ('PP', groups.pp)) if group_size(group) > 1
+    ]
     if getattr(config, 'sequence_parallel', False) and group_size(groups.tp) > 1:
         several.append('SP')
     if several:
-        raise ValueError(f'bare chunks cannot reduce gradients over {", ".join(several)}; wrap each chunk in '
-                         'megatron.core.distributed.DistributedDataParallel')
+        raise ValueError(
+            f'bare chunks cannot reduce gradients over {", ".join(several)}; wrap each chunk in '
+            'megatron.core.distributed.DistributedDataParallel'
+        )
 
 
 def check_vocab_size(given: int | None, padded: int | None) -> None:

@@ -21,8 +21,9 @@ def has_loss_hook(model: Any) -> bool:
 def logits_taken(model: Any, on_logits: OnLogits) -> Iterator[None]:
     """While open, the chunk hands its logits to `on_logits` instead of Megatron's cross entropy.
 
-    Megatron calls the hook for each multi-token-prediction layer first and for the main head last, and trains the former on
-    what it returns, so it must return plain cross entropy. The attribute is set on the instance and removed again.
+    Megatron calls the hook for each multi-token-prediction layer first and for the main head last, and trains the
+    former on what it returns, so it must return plain cross entropy. The attribute is set on the instance and removed
+    again.
     """
 
     def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:

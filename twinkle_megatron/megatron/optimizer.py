@@ -25,7 +25,10 @@ def learning_rate(optimizer: Any) -> float | list[float]:
 
 
 def step_optimizer(
-    optimizer: Any, models: Sequence[Any], groups: Groups, max_norm: float | None,
+    optimizer: Any,
+    models: Sequence[Any],
+    groups: Groups,
+    max_norm: float | None,
 ) -> tuple[bool, float | None]:
     """Clips to `max_norm` and steps. Returns whether a step was taken, and the norm before clipping."""
     if not is_megatron(optimizer):
@@ -40,7 +43,8 @@ def step_optimizer(
 
 
 def clip_bare(parameters: Sequence[Tensor], groups: Groups, max_norm: float | None) -> float:
-    """2-norm over the model of bare chunks, where parameters without a tensor parallel split count once. Clips in place."""
+    """2-norm over the model of bare chunks, where parameters without a tensor parallel split count once. Clips in
+    place."""
     once = group_rank(groups.tp) == 0
     graded = [(p, p.grad) for p in parameters if p.grad is not None]
     mine = [g for p, g in graded if once or getattr(p, 'tensor_model_parallel', False)]

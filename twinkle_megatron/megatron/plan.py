@@ -99,8 +99,8 @@ def make_plan(
 ) -> Plan:
     """Checks the data, counts, and pads what has to be padded.
 
-    Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of its
-    own. Then all ranks raise together.
+    Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of
+    its own. Then all ranks raise together.
     """
     error: Exception | None = None
     items: list[Item] = []
@@ -151,12 +151,14 @@ def _checked(
     items = []
     for index, (batch, own) in enumerate(zip(batches, extras)):
         check_micro_batch(batch, index, limits.vocab_size, ignore_index, needs_labels)
-        shape = tuple(batch['input_ids'].shape)
+        shape = (int(batch['input_ids'].shape[0]), int(batch['input_ids'].shape[1]))
         boundaries = sequence_boundaries(batch)
         longest = shape[1] if boundaries is None else int(boundaries.diff().max())
         if limits.max_length is not None and longest > limits.max_length:
-            raise ValueError(f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
-                             f'max_sequence_length, got {longest}')
+            raise ValueError(
+                f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
+                f'max_sequence_length, got {longest}'
+            )
         if boundaries is not None and cp_size > 1:
             raise ValueError(
                 f'inputs[{index}] is a packed row, which cannot be split over context parallel ranks here; '
@@ -170,6 +172,8 @@ def _checked(
                 'packed rows only'
             )
         _check_attention(batch, index, cp_size)
+        if batch.get('labels') is not None:
+            batch['labels'] = trained_labels(batch, ignore_index)  # type: ignore[arg-type]
         items.append(Item(batch, own, shape, boundaries, is_padding=False))
     return items
 
@@ -194,9 +198,8 @@ def _check_attention(batch: Mapping[str, Any], index: int, cp_size: int) -> None
 
 
 def _count(batch: Mapping[str, Any], ignore_index: int) -> int:
-    if batch.get('labels') is None:
-        return 0
-    return int((trained_labels(batch, ignore_index) != ignore_index).sum())  # type: ignore[arg-type]
+    labels = batch.get('labels')
+    return 0 if labels is None else int((labels != ignore_index).sum())
 
 
 def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limits, ignore_index: int) -> list[Item]:
@@ -211,4 +214,4 @@ def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limit
     b, s = (rows, length) if fixed else (1, 1)
     blank = torch.zeros(max(b, 1), up(max(s, 1)), dtype=torch.long)
     empty = {'input_ids': blank, 'labels': torch.full_like(blank, ignore_index)}
-    return out + [Item(empty, {}, tuple(blank.shape), None, is_padding=True)] * (count - len(items))
+    return out + [Item(empty, {}, (blank.shape[0], blank.shape[1]), None, is_padding=True)] * (count - len(items))

@@ -25,8 +25,15 @@ def log_probs(
     Arguments, dtypes, errors, collectives and memory are those of `token_stats`.
     """
     check_given(target)
-    stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index,
-                        chunk_size=chunk_size, reuse_storage=reuse_storage)
+    stats = token_stats(
+        logits,
+        target,
+        shard=shard,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        reuse_storage=reuse_storage,
+    )
     assert stats.log_prob is not None
     return stats.log_prob
 
@@ -46,8 +53,16 @@ def log_probs_and_entropy(
     Both are differentiable. Arguments, dtypes, errors, collectives and memory are those of `token_stats`.
     """
     check_given(target)
-    stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index, entropy=True,
-                        chunk_size=chunk_size, reuse_storage=reuse_storage)
+    stats = token_stats(
+        logits,
+        target,
+        shard=shard,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        entropy=True,
+        chunk_size=chunk_size,
+        reuse_storage=reuse_storage,
+    )
     assert stats.log_prob is not None
     assert stats.entropy is not None
     return stats.log_prob, stats.entropy
@@ -77,8 +92,16 @@ def cross_entropy(
     """
     check_weights(label_smoothing, z_loss)
     check_given(target)
-    stats = token_stats(logits, target, shard=shard, temperature=temperature, ignore_index=ignore_index,
-                        mean_logit=label_smoothing > 0, chunk_size=chunk_size, reuse_storage=reuse_storage)
+    stats = token_stats(
+        logits,
+        target,
+        shard=shard,
+        temperature=temperature,
+        ignore_index=ignore_index,
+        mean_logit=label_smoothing > 0,
+        chunk_size=chunk_size,
+        reuse_storage=reuse_storage,
+    )
     assert stats.log_prob is not None
     return cross_entropy_of(-stats.log_prob, stats, label_smoothing, z_loss)
 

@@ -13,7 +13,9 @@ _pending: list[tuple[torch.cuda.Event, Tensor, str]] = []
 def check_given(target: object) -> None:
     """ValueError for no target where one is needed."""
     if target is None:
-        raise ValueError('target must be a tensor of global ids, got None; token_stats(logits, shard=shard) gives what needs none')
+        raise ValueError(
+            'target must be a tensor of global ids, got None; token_stats(logits, shard=shard) gives what needs none'
+        )
 
 
 def check_target(target: Tensor, lead: tuple[int, ...], device: torch.device) -> None:
@@ -23,7 +25,9 @@ def check_target(target: Tensor, lead: tuple[int, ...], device: torch.device) ->
     if target.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8):
         raise ValueError(f'target must hold integer ids, got {target.dtype}')
     if tuple(target.shape) != lead:
-        raise ValueError(f'target must have the shape of the logits without their last dim, {lead}, got {tuple(target.shape)}')
+        raise ValueError(
+            f'target must have the shape of the logits without their last dim, {lead}, got {tuple(target.shape)}'
+        )
     if target.device != device:
         raise ValueError(f'target must be on the device of the logits, {device}, got {target.device}')
 

@@ -26,15 +26,21 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f'a shard must hold ids [start, stop) with 0 <= start <= stop, got [{self.start}, {self.stop})')
+            raise ValueError(
+                f'a shard must hold ids [start, stop) with 0 <= start <= stop, got [{self.start}, {self.stop})'
+            )
         if self.vocab_size < 1:
             raise ValueError(f'vocab_size must be at least 1, got {self.vocab_size}')
         if self.group is None and not (self.start == 0 and self.stop >= self.vocab_size):
-            raise ValueError(f'group must be given for a part of the vocabulary: one process cannot hold only the ids '
-                             f'[{self.start}, {self.stop}) of {self.vocab_size}')
+            raise ValueError(
+                f'group must be given for a part of the vocabulary: one process cannot hold only the ids '
+                f'[{self.start}, {self.stop}) of {self.vocab_size}'
+            )
 
     @classmethod
-    def from_group(cls, local_size: int, group: ProcessGroup | None = None, vocab_size: int | None = None) -> VocabShard:
+    def from_group(
+        cls, local_size: int, group: ProcessGroup | None = None, vocab_size: int | None = None
+    ) -> VocabShard:
         """The shard of this rank when the ranks of `group` hold consecutive slices of `local_size` columns each.
 
         Args:
@@ -60,13 +66,17 @@ class VocabShard:
         if total == 0:
             raise ValueError('local_size must be > 0 on at least one rank of the group, got 0 on all of them')
         if not 1 <= true <= total:
-            raise ValueError(f'vocab_size must lie in [1, {total}], the columns that the ranks of the group hold together, '
-                             f'got {true}')
+            raise ValueError(
+                f'vocab_size must lie in [1, {total}], the columns that the ranks of the group hold together, '
+                f'got {true}'
+            )
         if len(sizes) > 1 and min(sizes) >= true:
-            raise ValueError(f'each rank must hold a part of the {true} ids, but every rank holds {min(sizes)} columns or '
-                             'more: these are gathered logits; run the output layer with gather_output=False, or pass '
-                             'group=None to treat them as whole')
-        start = sum(sizes[:group_rank(group)])
+            raise ValueError(
+                f'each rank must hold a part of the {true} ids, but every rank holds {min(sizes)} columns or '
+                'more: these are gathered logits; run the output layer with gather_output=False, or pass '
+                'group=None to treat them as whole'
+            )
+        start = sum(sizes[: group_rank(group)])
         return cls(start, start + int(local_size), true, group)
 
     @property
@@ -95,10 +105,15 @@ class VocabShard:
             raise ValueError(f'logits must be float16, bfloat16, float32 or float64, got {dtype}')
         if len(shape) < 1 or shape[-1] != self.local_size:
             gathered = len(shape) >= 1 and self.size > 1 and shape[-1] >= self.vocab_size
-            hint = ('was the output layer run with gather_output=True?' if gathered else
-                    'is the shard built for another layer, or the vocabulary not on the last dim?')
-            raise ValueError(f"logits must hold the {self.local_size} ids [{self.start}, {self.stop}) of this rank's shard "
-                             f'on the last dim, got shape {tuple(shape)}; {hint}')
+            hint = (
+                'was the output layer run with gather_output=True?'
+                if gathered
+                else 'is the shard built for another layer, or the vocabulary not on the last dim?'
+            )
+            raise ValueError(
+                f"logits must hold the {self.local_size} ids [{self.start}, {self.stop}) of this rank's shard "
+                f'on the last dim, got shape {tuple(shape)}; {hint}'
+            )
 
 
 _NOT_GIVEN = 1 << 62
@@ -111,4 +126,6 @@ def _size_or(otherwise: int, value: object) -> int:
 def _check_sound(name: str, here: object, ranks: list[int]) -> None:
     bad = [rank for rank, size in enumerate(ranks) if size < 0]
     if bad:
-        raise ValueError(f'{name} must be an int >= 0 on every rank, but is not on group rank(s) {bad} (here: {here!r})')
+        raise ValueError(
+            f'{name} must be an int >= 0 on every rank, but is not on group rank(s) {bad} (here: {here!r})'
+        )

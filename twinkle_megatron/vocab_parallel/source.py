@@ -94,13 +94,13 @@ class TensorSource:
         if self._reuse:
             for tile in self.tiles(tensors, max_elements):
                 fill(tile, tile.x)
-            logits[..., self.shard.true_columns:].zero_()
+            logits[..., self.shard.true_columns :].zero_()
             return (tensors[0],)
         grad = empty_gradient(logits.shape, logits.dtype, logits.device)
         flat = grad.view(-1, self.shard.local_size) if grad.numel() else grad.view(0, 0)
         for tile in self.tiles(tensors, max_elements):
             fill(tile, flat[tile.rows, tile.columns])
-        grad[..., self.shard.true_columns:].zero_()
+        grad[..., self.shard.true_columns :].zero_()
         return (grad.permute(*self._inverse, -1),)
 
     def _in_memory_order(self, logits: Tensor) -> Tensor:
@@ -110,8 +110,10 @@ class TensorSource:
 def as_source(logits: Tensor | Source, shard: VocabShard, chunk_size: int | None, reuse_storage: bool) -> Source:
     """`logits` as a source of tiles: a tensor is wrapped, a source is checked to be of this shard."""
     if not isinstance(shard, VocabShard):
-        raise ValueError(f'shard must be a VocabShard, got {type(shard).__name__}; VocabShard.from_group(local_size, group) '
-                         'makes one')
+        raise ValueError(
+            f'shard must be a VocabShard, got {type(shard).__name__}; VocabShard.from_group(local_size, group) '
+            'makes one'
+        )
     if isinstance(logits, Tensor):
         return TensorSource(logits, shard, chunk_size, reuse_storage)
     raise ValueError(f'logits must be a tensor [..., {shard.local_size}], got {type(logits).__name__}')
@@ -127,7 +129,9 @@ def _row_blocks(x: Tensor) -> list[Tensor]:
         return [block for part in x.unbind(0) for block in _row_blocks(part)]
 
 
-def _tile_grid(rows: int, columns: int, chunk_size: int | None, max_elements: int | None) -> Iterator[tuple[slice, slice]]:
+def _tile_grid(
+    rows: int, columns: int, chunk_size: int | None, max_elements: int | None
+) -> Iterator[tuple[slice, slice]]:
     if columns == 0:
         return
     width = min(columns, chunk_size or columns)
@@ -135,6 +139,17 @@ def _tile_grid(rows: int, columns: int, chunk_size: int | None, max_elements: in
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
+
+
+def by_columns(tiles: Iterator[Tile], width: int | None) -> Iterator[Tile]:
+    """The same tiles, cut into equal parts of at most `width` columns; None: as they are."""
+    for tile in tiles:
+        columns = tile.x.shape[1]
+        parts = 1 if width is None else math.ceil(columns / width)
+        step = math.ceil(columns / parts)
+        for left in range(0, columns, step):
+            right = min(left + step, columns)
+            yield Tile(tile.rows, slice(tile.columns.start + left, tile.columns.start + right), tile.x[:, left:right])
 
 
 def row_count(source: Source) -> int:

@@ -24,7 +24,7 @@ from .kernels import Kernels, select
 from .kernels.eager import accumulate_dtype
 from .labels import check_target, raise_for, raise_pending
 from .shard import VocabShard
-from .source import Source, Tile, as_source, row_count
+from .source import Source, Tile, as_source, by_columns, row_count
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def token_stats(
         check_target(target, source.lead, source.device)
         if not isinstance(ignore_index, int):
             raise ValueError(f'ignore_index must be an int, got {ignore_index!r}; -100 where no label is to be ignored')
-    wanted = _Wanted(target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit)
+    wanted = _Wanted(
+        target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit
+    )
     if row_count(source) == 0:
         return _no_rows(source, wanted)
     flat = None if target is None else target.reshape(-1).long()
@@ -171,41 +173,47 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError(
+                'the first backward has overwritten the logits with their gradient (reuse_storage=True); for '
+                'a second backward through the same logits call with reuse_storage=False'
+            )
+        ctx.spent = ctx.request.reuse_storage
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            found = _TokenStats._gradients(ctx, grads)
+            found = _gradients(ctx.request, saved, grads)
         if torch.is_grad_enabled():  # create_graph=True: a gradient that looked constant would be silently wrong
-            on = [t for t in (*ctx.saved_tensors, *grads) if t is not None and t.requires_grad]
+            on = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
             found = tuple(None if grad is None else _DifferentiableOnce.apply(grad, *on) for grad in found)
         return (None, *found)
 
-    @staticmethod
-    def _gradients(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        request: _Request = ctx.request
-        source, shard = request.source, request.shard
-        if ctx.spent:
-            raise RuntimeError('the first backward has overwritten the logits with their gradient (reuse_storage=True); for '
-                               'a second backward through the same logits call with reuse_storage=False')
-        inv_t, m, log_s, offset, local_target, ignored, *tensors = ctx.saved_tensors
-        ctx.spent = request.reuse_storage
-        kernels = select(source.device, row_count(source), shard.true_columns)
-        zero = torch.zeros_like(m)
-        if local_target is None:
-            local_target = torch.full_like(m, -1, dtype=torch.int32)
-        coefficients = _Coefficients.of(grads, zero, offset, ignored, inv_t, shard.vocab_size)
-        own_column, m, log_s, *rows = (None if x is None else source.flatten(x.view(source.lead))
-                                       for x in (local_target, m, log_s, *coefficients))
-        assert own_column is not None
-        assert m is not None
-        assert log_s is not None
 
-        def fill(tile: Tile, out: Tensor) -> None:
-            at, first, last = tile.rows, tile.columns.start, tile.columns.stop
-            own = own_column[at]
-            own = torch.where((own >= first) & (own < last), own - first, -1)
-            kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
+def _gradients(
+    request: _Request, saved: tuple[Any, ...], grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    """Of the source's tensors, from what `_TokenStats` saved and the gradients of its outputs."""
+    source, shard = request.source, request.shard
+    inv_t, m, log_s, offset, local_target, ignored, *tensors = saved
+    kernels = select(source.device, row_count(source), shard.true_columns)
+    zero = torch.zeros_like(m)
+    if local_target is None:
+        local_target = torch.full_like(m, -1, dtype=torch.int32)
+    coefficients = _Coefficients.of(grads, zero, offset, ignored, inv_t, shard.vocab_size)
+    own_column, m, log_s, *rows = (
+        None if x is None else source.flatten(x.view(source.lead)) for x in (local_target, m, log_s, *coefficients)
+    )
+    assert own_column is not None
+    assert m is not None
+    assert log_s is not None
 
-        detached = tuple(t.detach() for t in tensors)
-        return source.gradients(detached, fill, kernels.max_elements)
+    def fill(tile: Tile, out: Tensor) -> None:
+        at, first, last = tile.rows, tile.columns.start, tile.columns.stop
+        own = own_column[at]
+        own = torch.where((own >= first) & (own < last), own - first, -1)
+        kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
+
+    detached = tuple(t.detach() for t in tensors)
+    return source.gradients(detached, fill, kernels.max_elements)
 
 
 class _DifferentiableOnce(torch.autograd.Function):
@@ -217,7 +225,9 @@ class _DifferentiableOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError('the statistics of the logits have no second derivative: backward through a gradient of theirs')
+        raise RuntimeError(
+            'the statistics of the logits have no second derivative: backward through a gradient of theirs'
+        )
 
 
 class _Coefficients(NamedTuple):
@@ -230,8 +240,13 @@ class _Coefficients(NamedTuple):
 
     @classmethod
     def of(
-        cls, grads: tuple[Tensor | None, ...], zero: Tensor, offset: Tensor | None, ignored: Tensor | None,
-        inv_t: Tensor, vocab_size: int,
+        cls,
+        grads: tuple[Tensor | None, ...],
+        zero: Tensor,
+        offset: Tensor | None,
+        ignored: Tensor | None,
+        inv_t: Tensor,
+        vocab_size: int,
     ) -> _Coefficients:
         """From the upstream gradients of (log_prob, log_normalizer, entropy, mean_logit, argmax); offset = E[y] − m."""
 
@@ -357,21 +372,30 @@ def _merge(one: Sums, two: Sums) -> Sums:
     return m, s, t
 
 
-def _sweep(request: _Request, tensors: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor, ignored: Tensor | None) -> _Local:
+def _sweep(
+    request: _Request, tensors: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor, ignored: Tensor | None
+) -> _Local:
     source, target, shard, wanted = request.source, request.target, request.shard, request.wanted
     zeros = torch.zeros(row_count(source), dtype=inv_t.dtype, device=source.device)
 
     def state(needed: bool) -> Tensor | None:
         return zeros.clone() if needed else None
 
-    local = _Local(m=zeros - torch.inf, s=state(wanted.normalizer), t=state(wanted.entropy), total=state(wanted.mean),
-                   best=state(wanted.argmax), target_logit=state(wanted.log_prob), label=None)
+    local = _Local(
+        m=zeros - torch.inf,
+        s=state(wanted.normalizer),
+        t=state(wanted.entropy),
+        total=state(wanted.mean),
+        best=state(wanted.argmax),
+        target_logit=state(wanted.log_prob),
+        label=None,
+    )
     column = None
     if target is not None and ignored is not None:
         column = shard.local_ids(target)
         codes = _label_codes(target, column, ignored, shard.vocab_size, zeros.dtype)
         column, local.label = (source.flatten(x.view(source.lead)) for x in (column, codes))
-    for tile in source.tiles(tensors, kernels.max_elements):
+    for tile in by_columns(source.tiles(tensors, kernels.max_elements), kernels.max_summed):
         flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
         local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
         if column is not None and local.target_logit is not None:

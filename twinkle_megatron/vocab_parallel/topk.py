@@ -50,8 +50,9 @@ def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f'ids must be int64 or int32 global ids, got {ids.dtype}')
     if ids.dim() != logits.dim() or tuple(ids.shape[:-1]) != source.lead:
-        raise ValueError(f'ids must have shape {(*source.lead, "k")}, the leading shape of the logits and k, got '
-                         f'{tuple(ids.shape)}')
+        raise ValueError(
+            f'ids must have shape {(*source.lead, "k")}, the leading shape of the logits and k, got {tuple(ids.shape)}'
+        )
     if ids.device != source.device:
         raise ValueError(f'ids must be on the device of the logits, {source.device}, got {ids.device}')
     if ids.device.type == 'cpu' and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < shard.vocab_size):

@@ -26,6 +26,10 @@ EAGER_ROWS = 1 << 18
 """Elements of a block where a tile has to be done in eager torch: see `_regular`."""
 
 
+MAX_SUMMED = 1 << 13
+"""Inductor's CPU code adds a row up in one long chain per vector lane: 7e-6 off at 150,000 columns, below 1e-6 here."""
+
+
 def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
     """As `eager.row_stats`."""
     asked = (entropy, mean, argmax, normalizer)
@@ -40,8 +44,16 @@ def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool,
 
 
 def row_grad(
-    x: Tensor, out: Tensor, target: Tensor, inv_t: Tensor, m: Tensor, log_s: Tensor,
-    at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None,
+    x: Tensor,
+    out: Tensor,
+    target: Tensor,
+    inv_t: Tensor,
+    m: Tensor,
+    log_s: Tensor,
+    at_target: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
 ) -> None:
     """As `eager.row_grad`."""
     done = None
@@ -51,8 +63,15 @@ def row_grad(
         picked = x.gather(1, column)  # now, since out may be x
         active = eager.active_rows(at_target, a, b, c)
         zero = torch.zeros_like(m)
-        rows = torch.stack([inv_t.expand_as(m), m, *eager.over_normalizer(log_s, a, zero if b is None else b),
-                            zero if c is None else c, active.to(m.dtype)])
+        rows = torch.stack(
+            [
+                inv_t.expand_as(m),
+                m,
+                *eager.over_normalizer(log_s, a, zero if b is None else b),
+                zero if c is None else c,
+                active.to(m.dtype),
+            ]
+        )
         names = ('with entropy',) * (b is not None) + ('with mean',) * (c is not None)
         kernel = _kernel(_row_fill, (*names, *_kind(x), *_kind(out)[1:]))
         done = kernel(_alone(x), _alone(out), rows, b is not None, c is not None)
@@ -62,8 +81,18 @@ def row_grad(
             out.scatter_(1, column, picked)
     if done is None:
         for at in _blocks(x):
-            eager.row_grad(x[at], out[at], target[at], inv_t, m[at], log_s[at], at_target[at], a[at],
-                           None if b is None else b[at], None if c is None else c[at])
+            eager.row_grad(
+                x[at],
+                out[at],
+                target[at],
+                inv_t,
+                m[at],
+                log_s[at],
+                at_target[at],
+                a[at],
+                None if b is None else b[at],
+                None if c is None else c[at],
+            )
 
 
 def _row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
@@ -117,8 +146,11 @@ class _Kernel:
         return None if self._run is None else self._run(*args)
 
     def _first(self, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        logger.warning('twinkle_megatron compiles %s: some seconds, once; later runs find it in the compiler cache '
-                       '(TWINKLE_MEGATRON_KERNELS=eager does without)', self._label)
+        logger.warning(
+            'twinkle_megatron compiles %s: some seconds, once; later runs find it in the compiler cache '
+            '(TWINKLE_MEGATRON_KERNELS=eager does without)',
+            self._label,
+        )
         started = time.perf_counter()
         try:
             # equal sizes of this call (rows = columns, say) are a coincidence, not a condition to compile in
@@ -126,8 +158,11 @@ class _Kernel:
                 result = run(*args)
         except Exception as error:  # any failure of the compiler leaves the eager kernels, which need none
             self._run = None
-            logger.warning('twinkle_megatron uses the eager kernel, slower but equal in value: torch.compile failed: '
-                           '%s: %s', type(error).__name__, error)
+            logger.warning(
+                'twinkle_megatron uses the eager kernel, slower but equal in value: torch.compile failed: %s: %s',
+                type(error).__name__,
+                error,
+            )
             return None
         self._compiled = True
         logger.warning('twinkle_megatron compiled %s in %.1f s', self._label, time.perf_counter() - started)

@@ -47,8 +47,16 @@ def _first_of(y: Tensor, m: Tensor) -> Tensor:
 
 
 def row_grad(
-    x: Tensor, out: Tensor, target: Tensor, inv_t: Tensor, m: Tensor, log_s: Tensor,
-    at_target: Tensor, a: Tensor, b: Tensor | None, c: Tensor | None,
+    x: Tensor,
+    out: Tensor,
+    target: Tensor,
+    inv_t: Tensor,
+    m: Tensor,
+    log_s: Tensor,
+    at_target: Tensor,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
 ) -> None:
     """out[r, j] = p·(a + b·(y − m)) + c + at_target·1[j = target], with p = exp((y − m) − log_s), y = x · inv_t.
 

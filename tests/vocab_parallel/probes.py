@@ -1,0 +1,71 @@
+"""Watches what a call does: collectives in torch.distributed, new tensors, memory."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMES = (
+    'all_gather', 'all_gather_into_tensor', 'all_gather_object', 'all_reduce', 'all_to_all', 'all_to_all_single',
+    'barrier', 'broadcast', 'broadcast_object_list', 'gather', 'irecv', 'isend', 'recv', 'reduce', 'reduce_scatter',
+    'reduce_scatter_tensor', 'scatter', 'send',
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter]:
+    """The calls inside the block, by name."""
+    calls: Counter = Counter()
+
+    def counting(name: str):
+        original = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in NAMES:
+            patch.setattr(dist, name, counting(name))
+        yield calls
+
+
+class NewTensors(TorchDispatchMode):
+    """Bytes of each new tensor that operations return, largest first, in `sizes`; views are not new."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.sizes.append(t.numel() * t.element_size())
+        self.sizes.sort(reverse=True)
+        return out
+
+
+class PeakMemory:
+    """Bytes that this process needed beyond what it had, at the most, inside the block: `peak`."""
+
+    def __enter__(self) -> 'PeakMemory':
+        with open('/proc/self/clear_refs', 'w') as file:
+            file.write('5')  # the high-water mark starts at what is resident now
+        self.before = _status('VmRSS')
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.peak = _status('VmHWM') - self.before
+
+
+def _status(name: str) -> int:
+    with open('/proc/self/status') as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name + ':'))

@@ -1,0 +1,157 @@
+"""One micro-batch through this rank's chunk: Megatron's forward step, and the function of its output."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..batch import split_context
+from ..evaluation import Evaluation, Seen, nothing
+from ..groups import Groups, group_rank, group_size
+from .heads import has_loss_hook
+from .plan import Item, Plan
+
+
+class ForwardStep:
+    """Megatron's `forward_step_func` for the micro-batches of one plan, with what this rank finds on the way.
+
+    `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the sum
+    of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and `error` what
+    the loss, a metric or the head threw: from then on every micro-batch is run without training anything.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Any],
+        config: Any,
+        groups: Groups,
+        plan: Plan,
+        evaluation: Evaluation,
+        factor: float,
+    ) -> None:
+        self.plan = plan
+        self.error: Exception | None = None
+        self._config, self._groups, self._evaluation, self._factor = config, groups, evaluation, factor
+        self._model, self._hooked = models[0], has_loss_hook(models[-1])
+        self._device = device_of(models[0])
+        self._accepts = _forward_arguments(models[0])
+        self.loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.logps: list[Tensor] = []
+        self._seen: Seen | None = None
+
+    def is_hooked(self, model: Any) -> bool:
+        return self._groups.is_last_stage and has_loss_hook(model)
+
+    def __call__(self, items: Iterator[Item], chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
+        """Megatron's forward step: runs a chunk on the next micro-batch, and gives the function of its output."""
+        item, groups = next(items), self._groups
+        batch = self._on_device(_with_positions(item, self._model))
+        local = split_context(batch, group_size(groups.cp), group_rank(groups.cp))
+        self._seen = None
+        output = chunk(**self._arguments(item, local))
+        return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
+
+    def on_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`."""
+        return self._guarded(lambda: self._cross_entropy(logits, labels), logits, tuple(labels.shape))
+
+    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
+        self._seen = self._evaluation.sweep(logits, labels)
+        assert self._seen.stats.log_prob is not None
+        return -self._seen.stats.log_prob
+
+    def _loss(self, item: Item, local: dict[str, Any], output: Tensor) -> tuple[Any, ...]:
+        share = self._guarded(lambda: self._share(item, local, output), output, ())
+        if not share.requires_grad and output.requires_grad:
+            share = share + nothing(output)  # a loss that is a constant still has to enter the backward pass
+        self.loss += share.detach().double()
+        report = {'loss': share.detach().clone().reshape(1)}
+        scaled = (share.float() if share.dtype in (torch.bfloat16, torch.float16) else share) * self._factor
+        if getattr(self._config, 'calculate_per_token_loss', False):
+            count = 0 if item.is_padding else (local['labels'] != self._evaluation.ignore_index).sum()
+            return scaled, torch.as_tensor(count, dtype=torch.int, device=scaled.device), report
+        return scaled, report
+
+    def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
+        if self.error is not None or item.is_padding:
+            return nothing(output)
+        seen = self._seen or self._evaluation.sweep(output, local['labels'])
+        assert seen.stats.log_prob is not None
+        share = self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
+        self.logps.append(seen.stats.log_prob.detach())
+        return share
+
+    def _guarded(self, compute: Callable[[], Tensor], source: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The value of `compute`, or zeros without gradient once it has failed: raised after the schedule, on every
+        rank."""
+        if self.error is None:
+            try:
+                return compute()
+            except Exception as error:
+                self.error = error
+        return nothing(source, shape)
+
+    def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {k: v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+    def _arguments(self, item: Item, local: dict[str, Any]) -> dict[str, Any]:
+        ids = local['input_ids']
+        mask = local.get('attention_mask')
+        out: dict[str, Any] = {
+            'input_ids': ids,
+            'position_ids': local['position_ids'],
+            'attention_mask': mask if mask is not None and mask.dim() == 4 else None,
+        }
+        if self._hooked or getattr(self._config, 'mtp_num_layers', None):
+            out['labels'] = local['labels']
+        if getattr(self._config, 'mtp_num_layers', None):
+            out['loss_mask'] = (local['labels'] != self._evaluation.ignore_index).float()
+        if item.boundaries is not None:
+            out['packed_seq_params'] = _packed(item.boundaries, int(ids.shape[1]), ids.device)
+        return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
+
+
+def device_of(model: Any) -> torch.device:
+    """Where the chunk's parameters lie; the CPU for a chunk without any."""
+    return next((p.device for p in model.parameters()), torch.device('cpu'))
+
+
+def _with_positions(item: Item, model: Any) -> dict[str, Any]:
+    batch = dict(item.batch)
+    if batch.get('position_ids') is None:
+        rows, length = batch['input_ids'].shape
+        positions = torch.arange(length, device=batch['input_ids'].device)
+        if item.boundaries is not None:
+            starts = item.boundaries.to(positions.device)
+            at = torch.bucketize(positions, starts[1:], right=True, out_int32=True).clamp(max=starts.numel() - 1)
+            positions = positions - starts[at]
+        limit = getattr(model, 'max_sequence_length', None)
+        if limit is not None:
+            positions = positions.clamp(max=limit - 1)  # padding only: real tokens are checked to fit
+        batch['position_ids'] = positions.expand(rows, length).contiguous()
+    return batch
+
+
+def _packed(boundaries: Tensor, length: int, device: torch.device) -> Any:
+    """Megatron's description of a packed row; trailing padding becomes a sequence of its own."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if int(boundaries[-1]) < length:
+        boundaries = torch.cat([boundaries, boundaries.new_tensor([length])])
+    longest = int(boundaries.diff().max())
+    boundaries = boundaries.to(device)
+    return PackedSeqParams(
+        qkv_format='thd', cu_seqlens_q=boundaries, cu_seqlens_kv=boundaries, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+
+
+def _forward_arguments(model: Any) -> set[str] | None:
+    """Names that the chunk's forward takes; None: any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {p.name for p in parameters}
