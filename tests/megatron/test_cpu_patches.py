@@ -8,6 +8,7 @@ import pytest
 import ranks
 import stock
 import torch
+import torch.distributed as dist
 from gradients import collect_weights
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
@@ -25,7 +26,6 @@ pytestmark = [
 ALONE = Layout()
 ONE, MOE = Spec(layers=1), Spec(layers=1, experts=2)
 DROPOUT = {'attention_dropout': 0.5}
-RECOMPUTE = {'recompute_granularity': 'full', 'recompute_method': 'uniform', 'recompute_num_layers': 1}
 FUSED = Spec(layers=1, config={'bias_activation_fusion': True, 'bias_dropout_fusion': True})
 
 
@@ -39,9 +39,12 @@ def step(dtype, distributed_optimizer=False):
 
 
 def same_dropout():
-    """Recomputed layers drop what they dropped at first."""
-    once, twice = (stock.train(Spec(layers=1, config=config), ALONE) for config in (DROPOUT, DROPOUT | RECOMPUTE))
-    assert all(torch.equal(once[name].tensor, twice[name].tensor) for name in once)
+    """Tensor parallel ranks drop the same hidden values, so what they replicate stays equal."""
+    grads = stock.train(Spec(layers=1, config={'hidden_dropout': 0.5}), Layout(tp=2))
+    for name, part in grads.items():
+        mine = part.tensor.clone()
+        dist.broadcast(mine, src=0)
+        assert part.dim >= 0 or torch.equal(mine, part.tensor), name
 
 
 def no_warning():
@@ -102,7 +105,7 @@ CASES = {
     'cuda_means_cpu': train(ONE),
     'tensor_cuda': train(Spec(layers=1, position='rope'), Layout(cp=2)),
     'run_fused_eagerly': (ALONE, no_compilation),
-    'rng_state': (ALONE, same_dropout),
+    'rng_state': (Layout(tp=2), same_dropout),
     'rng_warning': (ALONE, no_warning),
     'norm_under_sequence_parallel': train(ONE, Layout(tp=2, sp=True)),
     'moe_splits': train(MOE, Layout(dp=2, ep=2)),
@@ -140,4 +143,4 @@ def test_a_case_passes_with_the_table_and_fails_without_the_entry(name):
 
     run_ranks(case, layout.world)
     outcomes = run_ranks(without, layout.world, timeout=120, collect_errors=True)
-    assert all(outcome.error for outcome in outcomes), 'it passes without'
+    assert any(outcome.error for outcome in outcomes), 'it passes without'

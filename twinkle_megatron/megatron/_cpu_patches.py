@@ -84,7 +84,7 @@ def _as_it_is(function: Any) -> Any:
 
 @_patch(
     'megatron.core.tensor_parallel.random',
-    'tensor parallel initialisation, dropout, recompute: the tracker sets CUDA states',
+    'dropout under tensor parallelism: setting a CUDA state does nothing, and ranks drop different hidden values',
 )
 def _rng_state(module: ModuleType, undo: Undo) -> None:
     undo.set(module, '_set_cuda_rng_state', set_rng_state)
