@@ -4,6 +4,7 @@
     python benchmarks/token_stats.py --rounds 15 --json out.json
 
 Every round runs every method once, so that a busy machine slows all of them alike; medians over the rounds are shown.
+On a busy machine the CPU time (`cpu ms`) says more than the time passed.
 Memory is the peak above what was there with the logits. Two gloo ranks on CPU; NCCL where there are GPUs enough.
 """
 
@@ -13,12 +14,14 @@ import argparse
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import socket
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,11 +49,16 @@ class Result:
 
     first_call_s: float = 0.0
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     extra_bytes: list[int] = field(default_factory=list)
 
     @property
     def ms(self) -> float:
         return statistics.median(self.seconds) * 1e3
+
+    @property
+    def cpu_ms(self) -> float:
+        return statistics.median(self.cpu_seconds) * 1e3
 
     @property
     def memory(self) -> float:
@@ -100,14 +108,17 @@ def megatron_methods(group: dist.ProcessGroup) -> dict[str, Method]:
 
 
 class Bench:
-    """Runs methods on one rank's logits `[tokens, 1, local]`, in step with the other ranks."""
+    """Runs methods on one rank's logits `[tokens, local]`, in step with the other ranks.
+
+    Two dims are what suits Megatron's fused cross entropy best: on `[tokens, 1, local]` it takes half as long again.
+    """
 
     def __init__(self, tokens: int, shard: VocabShard, dtype: torch.dtype, device: torch.device):
         generator = torch.Generator().manual_seed(0)
         self.device = device
-        self.target = torch.randint(0, shard.vocab_size, (tokens, 1), generator=generator).to(device)
-        self.upstream = torch.rand(tokens, 1, generator=generator).to(device)
-        self.base = torch.empty(tokens, 1, shard.local_size, dtype=dtype, device=device).normal_(0, 3)
+        self.target = torch.randint(0, shard.vocab_size, (tokens,), generator=generator).to(device)
+        self.upstream = torch.rand(tokens, generator=generator).to(device)
+        self.base = torch.empty(tokens, shard.local_size, dtype=dtype, device=device).normal_(0, 3)
 
     @property
     def gradient_bytes(self) -> int:
@@ -118,16 +129,17 @@ class Bench:
         logits = self.base.clone().requires_grad_()
         with _peak(self.device) as peak:
             dist.barrier()
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             out = method(logits, self.target)
             out.backward(self.upstream.to(out.dtype))
             if self.device.type == 'cuda':
                 torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-        both = torch.tensor([seconds, peak.bytes], dtype=torch.float64, device=self.device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX)
-        slowest, largest = both.tolist()
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        measured = torch.tensor([seconds, cpu_seconds, peak.bytes], dtype=torch.float64, device=self.device)
+        dist.all_reduce(measured, op=dist.ReduceOp.MAX)
+        slowest, busiest, largest = measured.tolist()
         result.seconds.append(slowest)
+        result.cpu_seconds.append(busiest)
         if peak.known:
             result.extra_bytes.append(int(largest))
         return slowest
@@ -209,8 +221,9 @@ def _lines(path: str) -> list[str]:
 
 
 def show_comparison(results: dict[str, Result], gradient_bytes: int) -> dict[str, Any]:
-    theirs = [result.ms for name, result in results.items() if name.startswith('Megatron')]
-    reference = min(theirs) if theirs else float('nan')
+    theirs = [result for name, result in results.items() if name.startswith('Megatron')]
+    reference = min((result.ms for result in theirs), default=float('nan'))
+    reference_cpu = min((result.cpu_ms for result in theirs), default=float('nan'))
     entropy = results['compiled, entropy'].ms / results['compiled'].ms
     rows, figures = [], {}
     for name, result in results.items():
@@ -222,10 +235,29 @@ def show_comparison(results: dict[str, Result], gradient_bytes: int) -> dict[str
             verdict = f'{"ok" if good else "MISSED"} (<= {time_limit:.2f}x, {memory_limit:.1f}x)'
         elif name == 'compiled, entropy':
             verdict = f'{"ok" if entropy <= MAX_ENTROPY else "MISSED"} ({entropy:.2f}x without, <= {MAX_ENTROPY}x)'
+        beside_cpu = result.cpu_ms / reference_cpu
         spread = f'{min(result.seconds) * 1e3:.0f}-{max(result.seconds) * 1e3:.0f}'
-        rows.append([name, f'{result.ms:.0f}', spread, f'{ratio:.2f}x', f'{result.memory / 2**20:.0f}', f'{memory:.2f}x', verdict])
-        figures[name] = {**asdict(result), 'ms': result.ms, 'time_ratio': ratio, 'memory_ratio': memory}
-    heads = ['method', 'ms', 'min-max', 'beside Megatron', 'extra MiB', 'beside gradient', 'target']
+        rows.append(
+            [
+                name,
+                f'{result.ms:.0f}',
+                spread,
+                f'{ratio:.2f}x',
+                f'{result.cpu_ms:.0f}',
+                f'{beside_cpu:.2f}x',
+                f'{result.memory / 2**20:.0f}',
+                f'{memory:.2f}x',
+                verdict,
+            ]
+        )
+        figures[name] = {
+            **asdict(result),
+            'ms': result.ms,
+            'time_ratio': ratio,
+            'cpu_time_ratio': beside_cpu,
+            'memory_ratio': memory,
+        }
+    heads = ['method', 'ms', 'min-max', 'beside', 'cpu ms', 'beside', 'extra MiB', 'beside gradient', 'target']
     table("Beside the faster of Megatron's two", heads, rows)
     return figures
 
@@ -241,13 +273,20 @@ def scaling(args: argparse.Namespace, device: torch.device, group: dist.ProcessG
         methods = {'compiled': ours(shard), 'reuse': ours(shard, reuse_storage=True)}
         results = bench.compare(methods, args.rounds)
         elements = tokens * shard.local_size
-        each = {name: result.ms * 1e6 / elements for name, result in results.items()}
+        each = {name: result.cpu_ms * 1e6 / elements for name, result in results.items()}
         memory = results['compiled'].memory / bench.gradient_bytes
-        rows.append([f'{tokens:,}', f'{vocab:,}', *(f'{results[name].ms:.1f}' for name in methods),
-                     *(f'{each[name]:.2f}' for name in methods), f'{memory:.2f}x'])
-        figures.append({'tokens': tokens, 'vocab': vocab, 'ns_per_element': each, 'memory_ratio': memory})
+        rows.append(
+            [
+                f'{tokens:,}',
+                f'{vocab:,}',
+                *(f'{results[name].ms:.1f}' for name in methods),
+                *(f'{each[name]:.2f}' for name in methods),
+                f'{memory:.2f}x',
+            ]
+        )
+        figures.append({'tokens': tokens, 'vocab': vocab, 'cpu_ns_per_element': each, 'memory_ratio': memory})
     if dist.get_rank() == 0:
-        heads = ['tokens', 'vocabulary', 'ms', 'ms reuse', 'ns/element', 'ns/element reuse', 'memory/gradient']
+        heads = ['tokens', 'vocabulary', 'ms', 'ms reuse', 'cpu ns/element', 'reuse', 'memory/gradient']
         table('Growth (one element: one token and one column of a rank)', heads, rows)
     return figures
 
@@ -259,7 +298,11 @@ def rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
         torch.cuda.set_device(device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(rank)
-    dist.init_process_group('nccl' if cuda else 'gloo', init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=args.tp)
+    warnings.filterwarnings('ignore', category=UserWarning, module='megatron')  # what else could be installed
+    logging.getLogger('twinkle_megatron').setLevel(logging.ERROR)  # compiles are in the line of first calls
+    dist.init_process_group(
+        'nccl' if cuda else 'gloo', init_method=f'tcp://127.0.0.1:{port}', rank=rank, world_size=args.tp
+    )
     group = dist.group.WORLD
     assert group is not None
     about = header(args, device)
@@ -271,8 +314,10 @@ def rank_main(rank: int, args: argparse.Namespace, port: int) -> None:
     results = bench.compare({**methods, **our_methods(shard)}, args.rounds)
     record: dict[str, Any] = {'about': about}
     if rank == 0:
-        print('first call (compiles, or finds it in the cache): '
-              + ', '.join(f'{name} {result.first_call_s:.1f} s' for name, result in results.items()))
+        print(
+            'first call (compiles, or finds it in the cache): '
+            + ', '.join(f'{name} {result.first_call_s:.1f} s' for name, result in results.items())
+        )
         record['comparison'] = show_comparison(results, bench.gradient_bytes)
     del bench
     if not args.no_scaling:

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
             ('steps', size, 300, 'optimizer steps'),
             ('micro-batch-size', size, 2, 'samples of a micro-batch'),
             ('micro-batches', size, 4, 'micro-batches of a step, over all of dp'),
-            ('lr', positive, 3e-3, 'highest learning rate, which then falls along a cosine to a tenth'),
+            ('lr', positive, 2e-3, 'highest learning rate, which then falls along a cosine to a tenth'),
             ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
             ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),
             ('clip-grad', positive, 1.0, 'highest gradient norm'),

@@ -89,12 +89,9 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None) -> list[dict[str
     )
 
 
-def check_micro_batch(
-    batch: Mapping[str, Any], index: int, vocab_size: int | None, ignore_index: int, needs_labels: bool
-) -> None:
-    """ValueError, naming the micro-batch, unless its shapes fit and its ids lie in the vocabulary."""
+def check_micro_batch(batch: Mapping[str, Any], index: int, needs_labels: bool) -> None:
+    """ValueError, naming the micro-batch, unless the shapes and dtypes of its tensors fit. Looks at no values."""
     where, ids = f'inputs[{index}]', batch['input_ids']
-    upper = vocab_size if vocab_size is not None else torch.iinfo(torch.int64).max
     for key in ('labels', 'completion_mask', 'position_ids'):
         value = batch.get(key)
         if value is not None and value.shape != ids.shape:
@@ -107,18 +104,47 @@ def check_micro_batch(
         )
     for key in ('input_ids', 'labels'):
         value = batch.get(key)
-        if value is None or value.numel() == 0:
-            continue
-        if value.dtype.is_floating_point or value.dtype == torch.bool:
+        if value is not None and (value.dtype.is_floating_point or value.dtype == torch.bool):
             raise ValueError(f"{where}['{key}'] must hold integer ids, got {value.dtype}")
-        seen = value if key == 'input_ids' else value[value != ignore_index]
-        bad = seen[(seen < 0) | (seen >= upper)]
-        if bad.numel():
-            also = '' if key == 'input_ids' else f' or ignore_index {ignore_index}'
-            raise ValueError(
-                f"{where}['{key}'] must hold ids in [0, {upper}){also}, got {bad[:3].tolist()} "
-                f'({bad.numel()} in all); does the tokenizer belong to this model?'
-            )
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.dim() != 4 and mask.shape != ids.shape:
+        raise ValueError(
+            f"{where}['attention_mask'] must be [b, s] = {tuple(ids.shape)} with 1 for tokens and 0 for padding, or "
+            f'absent (causal), got {tuple(mask.shape)}'
+        )
+
+
+def value_faults(batch: Mapping[str, Any], vocab_size: int | None, ignore_index: int) -> dict[str, Tensor]:
+    """How many values of each key are wrong: ids out of the vocabulary, tokens after padding. No host sync on a GPU."""
+    faults = {}
+    for key in ('input_ids', 'labels'):
+        value = batch.get(key)
+        if value is not None and vocab_size is not None:
+            outside = (value < 0) | (value >= vocab_size)
+            faults[key] = (outside if key == 'input_ids' else outside & (value != ignore_index)).sum()
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.dim() == 2:
+        faults['attention_mask'] = (mask[:, 1:].int() > mask[:, :-1].int()).sum()
+    return faults
+
+
+def explain_fault(
+    key: str, batch: Mapping[str, Any], index: int, vocab_size: int | None, ignore_index: int
+) -> ValueError:
+    """The error for a key in which `value_faults` found something."""
+    where = f"inputs[{index}]['{key}']"
+    if key == 'attention_mask':
+        return ValueError(
+            f"{where} must mask trailing padding only: Megatron's causal attention does not see left or inner padding; "
+            'move the padding to the end of each row, or pack the rows'
+        )
+    value = batch[key]
+    bad = value[((value < 0) | (value >= vocab_size)) & ((key == 'input_ids') | (value != ignore_index))]
+    also = '' if key == 'input_ids' else f' or ignore_index {ignore_index}'
+    return ValueError(
+        f'{where} must hold ids in [0, {vocab_size}){also}, got {bad[:3].tolist()} ({bad.numel()} in all); does the '
+        'tokenizer belong to this model?'
+    )
 
 
 def pad_micro_batch(batch: Mapping[str, Any], rows: int, length: int, ignore_index: int) -> dict[str, Any]:

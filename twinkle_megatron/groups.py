@@ -84,8 +84,9 @@ class Groups:
                     'was it made by ProcessGroupCollection.use_mpu_process_groups()?'
                 )
             return cls(**{f.name: getattr(pg_collection, f.name) for f in fields(cls)})
-        from megatron.core import parallel_state as ps
+        from megatron.core import parallel_state
 
+        ps: Any = parallel_state  # its getters are annotated as if a group could be an int
         if not ps.model_parallel_is_initialized():
             raise ValueError(
                 'no model-parallel groups: call megatron.core.parallel_state.initialize_model_parallel(...) first, '

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
@@ -78,16 +79,18 @@ def test_installed_before_the_import_it_adapts_what_comes_later():
         import sys, torch
         import twinkle_megatron.megatron
         from twinkle_megatron.megatron import cpu
+        from twinkle_megatron.megatron._cpu_torch import TORCH
         cpu.install()
         assert not any(name.startswith('megatron') for name in sys.modules)
         from megatron.core.fusions import fused_bias_gelu
         from megatron.core.models.gpt.gpt_model import GPTModel
-        megatron = [m for name, m in sys.modules.items() if name.startswith('megatron.') and 'torch' in vars(m)]
-        assert len(megatron) > 50
-        assert not any(m.torch is torch for m in megatron)
+        megatron = [m for name, m in sys.modules.items() if name.startswith('megatron.')]
+        assert not any(vars(m).get('torch') is torch for m in megatron)
+        adapted = [m for m in megatron if vars(m).get('torch') is TORCH]
+        assert len(adapted) > 50
         assert not hasattr(fused_bias_gelu.bias_gelu, '_torchdynamo_orig_callable')
         cpu.uninstall()
-        assert all(m.torch is torch for m in megatron)
+        assert all(m.torch is torch for m in adapted)
         assert not hasattr(torch.Tensor, 'cuda') or torch.Tensor.cuda is torch._C.TensorBase.cuda
     """
     env = {**os.environ, 'PYTHONPATH': str(Path(cpu.__file__).parents[2])}
@@ -148,6 +151,10 @@ def reference(spec, dp=1):
     return REFERENCES[key]
 
 
+MTP_OF_0_16 = pytest.mark.skipif(
+    not version('megatron-core').startswith('0.16.'),
+    reason='later versions scale the MTP loss by token counts of one slice, so it depends on the split',
+)
 PLAIN = Spec()
 MOE = Spec(layers=2, experts=4)
 ROPE = Spec(layers=2, position='rope', query_groups=2, vocab_size=61)
@@ -169,7 +176,7 @@ ROPE = Spec(layers=2, position='rope', query_groups=2, vocab_size=61)
         (ROPE, Layout(tp=2, cp=2, sp=True), {}),
         (Spec(tied=True), Layout(pp=2), {}),
         (Spec(layers=2, tied=True, mtp=1, position='rope'), Layout(pp=2), {}),
-        (Spec(layers=2, mtp=1), Layout(cp=2), {}),
+        pytest.param(Spec(layers=2, mtp=1), Layout(cp=2), {}, marks=MTP_OF_0_16),
         (MOE, Layout(dp=2, ep=2), {}),
         (MOE, Layout(tp=2, ep=2, etp=1, sp=True), {'distributed_optimizer': True}),
         pytest.param(Spec(layers=8), Layout(pp=4, vpp=2), {}, marks=pytest.mark.long),

@@ -76,8 +76,9 @@ class RankFailure(RuntimeError):
 def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, collect_errors: bool = False) -> list:
     """Calls `fn(*args)` on `n` ranks of a fresh world and returns their values in rank order.
 
-    On the CPU `fn` may be any callable and Megatron's CPU adapter is installed; on GPUs `fn` and `args` are pickled,
-    and the test is skipped where there are fewer GPUs than ranks. Returned tensors come back as copies on the CPU.
+    On the CPU `fn` may be any callable and Megatron's CPU adapter is installed. On GPUs `fn` and `args` are pickled, so
+    `fn` stands at the top of its module or is a `partial` of such a one, and the test is skipped where there are fewer
+    GPUs than ranks. Returned tensors come back as copies on the CPU.
 
     `timeout`, in seconds, counts from when all ranks are connected. With `collect_errors` the list holds one `Outcome`
     a rank, failed or not, and nothing is raised. Otherwise the first failure, death or time-out ends all ranks and
@@ -155,7 +156,7 @@ def _receive(rank: int, reader: connection.Connection, process: Any) -> Outcome:
     """What the rank has sent, or that it died without sending."""
     with contextlib.suppress(EOFError, ConnectionResetError):
         if reader.poll():
-            return torch.load(io.BytesIO(reader.recv_bytes()), weights_only=False)
+            return torch.load(io.BytesIO(reader.recv_bytes()), map_location='cpu', weights_only=False)
     process.join()
     code = process.exitcode
     how = f'killed by {signal.Signals(-code).name}' if code < 0 else f'exited with status {code}'
@@ -212,7 +213,7 @@ def _rank_main(
         try:
             _start(rank, n, folder, timeout)
             all_started.wait(_START)
-            writer.send_bytes(_packed(Outcome(rank, _to_cpu(fn(*args)))))
+            writer.send_bytes(_packed(Outcome(rank, _detached(fn(*args)))))
             sys.stdout.flush()
             while True:
                 signal.pause()
@@ -248,14 +249,14 @@ def _packed(outcome: Outcome) -> bytes:
     return buffer.getvalue()
 
 
-def _to_cpu(value: Any) -> Any:
-    """`value` with its tensors detached and on the CPU."""
+def _detached(value: Any) -> Any:
+    """`value` with its tensors cut off from their history."""
     if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
+        return value.detach()
     if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
+        return {key: _detached(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_to_cpu, value))
+        return type(value)(map(_detached, value))
     return value
 
 

@@ -12,6 +12,7 @@ Weights depend on the parameter's global name alone: each is drawn whole and the
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -34,8 +35,10 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from ranks import device  # noqa: E402
+from ranks import DEVICE, device  # noqa: E402
 
+from twinkle_megatron.megatron import cpu  # noqa: E402
+from twinkle_megatron.megatron._cpu_patches import Undo  # noqa: E402
 from twinkle_megatron.megatron._cpu_torch import StandIn  # noqa: E402
 from twinkle_megatron.megatron.cpu_attention import cpu_layer_spec  # noqa: E402
 
@@ -91,6 +94,17 @@ class Spec:
     def padded_vocab(self, tp: int = 1) -> int:
         multiple = self.pad_vocab_to * tp
         return -(-self.vocab_size // multiple) * multiple
+
+
+def _do_without_transformer_engine() -> None:
+    """On GPUs too, the local layers need these entries of the CPU adapter where Transformer Engine is missing."""
+    for patch in cpu.PATCHES:
+        if patch.module and patch.name in ('norm_under_sequence_parallel', 'moe_router', 'mtp'):
+            patch.apply(importlib.import_module(patch.module), Undo())
+
+
+if DEVICE == 'cuda':
+    _do_without_transformer_engine()
 
 
 def initialize(layout: Layout = Layout(), seed: int = 1234) -> None:

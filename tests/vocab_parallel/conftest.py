@@ -1,4 +1,4 @@
-"""Eager kernels unless a test says otherwise: what is tested here is the operation, and nothing waits for a compiler."""
+"""Eager kernels unless a test says otherwise: here the operation is tested, and nothing waits for a compiler."""
 
 import pytest
 

@@ -104,7 +104,9 @@ class Example:
             temperature=pick([1.0, 0.5, 0.7, 3, 1e-3, 1e3]),
             scale=pick([1.0, 0.0, 10.0]),
             offset=pick([0.0, 0.0, -50.0, 1e4]),
-            layouts=(pick(layouts),) * ranks if pick([True, False]) else tuple(pick(layouts[:-1]) for _ in range(ranks)),
+            layouts=(pick(layouts),) * ranks
+            if pick([True, False])
+            else tuple(pick(layouts[:-1]) for _ in range(ranks)),
             ignored=pick([0.0, 0.3, 1.0]),
             ignored_holds=pick([0.0, math.nan, math.inf, -math.inf]),
             masked=pick(['', '', 'some', 'first shard']),
@@ -128,7 +130,9 @@ class Example:
         else:
             ignored = torch.rand(self.lead, generator=g) < self.ignored
             target = torch.where(ignored, -100, target)
-            x = torch.where(ignored[..., None], torch.where(torch.rand(x.shape, generator=g) < 0.5, x, self.ignored_holds), x)
+            x = torch.where(
+                ignored[..., None], torch.where(torch.rand(x.shape, generator=g) < 0.5, x, self.ignored_holds), x
+            )
         x[..., self.vocab_size :] = self.padding
         return x.to(self.dtype), target.to(self.label_dtype)
 
@@ -177,7 +181,7 @@ def run_example(example: Example, group: Any, **options: Any) -> dict[str, Tenso
     weights = upstream(example.seed, example.lead)
     for i, names in enumerate(GROUPS):
         grad = gradient(found, x, weights, names)
-        assert grad.dtype == x.dtype and grad.device == x.device and grad.shape == x.shape
+        assert (grad.dtype, grad.device, grad.shape) == (x.dtype, x.device, x.shape)
         found[f'grad {i}'] = grad
     assert torch.equal(bits(x.detach()), before), 'the logits were written to'
     assert torch.equal(target, labels_before), 'the labels were written to'

@@ -14,6 +14,7 @@ from twinkle_megatron.vocab_parallel import (
     argmax,
     cross_entropy,
     gather,
+    labels,
     log_probs,
     log_probs_and_entropy,
     token_stats,
@@ -64,7 +65,11 @@ def test_logits(name):
     logits, pattern = LOGITS[name]
     ids = torch.zeros(3, 1, dtype=torch.long)
     calls = [lambda f=f: f(logits, Y, shard=SHARD) for f in (*WITH_TARGET, token_stats)]
-    calls += [lambda: argmax(logits, shard=SHARD), lambda: topk(logits, 2, shard=SHARD), lambda: gather(logits, ids, shard=SHARD)]
+    calls += [
+        lambda: argmax(logits, shard=SHARD),
+        lambda: topk(logits, 2, shard=SHARD),
+        lambda: gather(logits, ids, shard=SHARD),
+    ]
     for call in calls:
         with pytest.raises(ValueError, match=pattern):
             call()
@@ -128,7 +133,9 @@ def test_ids(ids, pattern):
 
 
 def test_storage_that_is_not_the_logits_own_is_not_reused():
-    with pytest.raises(ValueError, match='reuse_storage needs logits with a storage of their own, got an expanded tensor'):
+    with pytest.raises(
+        ValueError, match='reuse_storage needs logits with a storage of their own, got an expanded tensor'
+    ):
         log_probs(X[:1].expand(3, 8), Y, shard=SHARD, reuse_storage=True)
 
 
@@ -181,3 +188,32 @@ def test_shapes_dtypes_and_options_are_checked_before_any_collective():
         return sum(calls.values())
 
     assert run_ranks(on_rank, 2) == [0, 0]
+
+
+class FakeEvent:
+    """A CUDA event that has happened, and what came over with it."""
+
+    def __init__(self):
+        self.waited = False
+
+    def synchronize(self):
+        self.waited = True
+
+
+def test_marks_from_the_gpu_are_raised_at_the_same_later_call_on_every_rank(monkeypatch):
+    monkeypatch.setattr(labels, '_pending', [])
+
+    def mark(bad):
+        labels._pending.append(labels._Pending(FakeEvent(), torch.tensor(bad), f'marked {bad}'))
+
+    mark(False)
+    mark(True)
+    log_probs(X, Y, shard=SHARD)
+    mark(True)
+    with pytest.raises(ValueError, match='marked True'):
+        log_probs(X, Y, shard=SHARD)
+    assert labels._pending == []
+    mark(True)
+    log_probs(X, Y, shard=SHARD)
+    with pytest.raises(ValueError, match='marked True'):
+        labels.raise_pending(wait=True)

@@ -24,7 +24,8 @@ def close(got, want, digits=6):
 
 
 def on_two_ranks(logits, target, function, vocab_size=None):
-    """`function(local logits, target, shard)` on both ranks: values of each, and the gradient of their weighted sum, joined."""
+    """`function(local logits, target, shard)` on both ranks: the values of each, the joined gradient of their weighted
+    sum, and the weights."""
     whole, labels = tensor(logits), torch.tensor(target)
     weight = torch.randn(labels.shape, generator=torch.Generator().manual_seed(0), dtype=F64)
 
@@ -105,7 +106,9 @@ def test_case_07_ignored_tokens_are_no_part_of_a_mean():
 
 def test_case_09_a_label_of_another_shard_meets_no_column_of_the_last_block():
     rows = torch.randn(10, 10, dtype=F64, generator=torch.Generator().manual_seed(9)).tolist()
-    values, grad, weight = on_two_ranks(rows, list(range(10)), lambda x, y, s: cross_entropy(x, y, shard=s, chunk_size=4))
+    values, grad, weight = on_two_ranks(
+        rows, list(range(10)), lambda x, y, s: cross_entropy(x, y, shard=s, chunk_size=4)
+    )
     reference = lambda x: -x.log_softmax(-1).diagonal()  # noqa: E731
     for value in values:
         assert value.isfinite().all()
@@ -187,7 +190,9 @@ def test_case_18_the_ratio_to_the_rollout_is_one_at_step_zero():
     values, grad, weight = on_two_ranks([2.0, 0.0], 0, ratio)
     for value in values:
         close(value, 1.0, digits=5)
-    torch.testing.assert_close(grad, plain_grad([2.0, 0.0], lambda x: ((x / 0.5).log_softmax(-1)[0] + 0.018150).exp(), weight))
+    torch.testing.assert_close(
+        grad, plain_grad([2.0, 0.0], lambda x: ((x / 0.5).log_softmax(-1)[0] + 0.018150).exp(), weight)
+    )
 
 
 def test_case_20_bf16_logits_are_summed_in_float32():
@@ -236,7 +241,9 @@ def test_case_25_chunks_of_one_of_no_divisor_and_of_more_than_all_agree(chunk_si
     rows = torch.randn(5, 16, dtype=F64, generator=torch.Generator().manual_seed(25)).tolist()
     labels = [0, 7, 8, 15, -100]
     values, grad, weight = on_two_ranks(
-        rows, labels, lambda x, y, s: cross_entropy(x, y, shard=s, label_smoothing=0.1, z_loss=1e-3, chunk_size=chunk_size)
+        rows,
+        labels,
+        lambda x, y, s: cross_entropy(x, y, shard=s, label_smoothing=0.1, z_loss=1e-3, chunk_size=chunk_size),
     )
     reference = lambda x: plain(x, torch.tensor(labels), 16)['cross_entropy']  # noqa: E731
     for value in values:

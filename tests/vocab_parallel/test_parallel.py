@@ -78,12 +78,14 @@ def test_one_collective_forward_and_none_backward(chunk_size):
         with counted() as backward:
             sum(getattr(stats, name).sum() for name in DIFFERENTIABLE).backward()
         with counted() as short:
-            cross_entropy(x, target, shard=shard, label_smoothing=0.1, z_loss=0.1, chunk_size=chunk_size).sum().backward()
+            cross_entropy(
+                x, target, shard=shard, label_smoothing=0.1, z_loss=0.1, chunk_size=chunk_size
+            ).sum().backward()
         return dict(forward), dict(backward), sum(short.values())
 
     for forward, backward, short in run_ranks(on_rank, 2):
         assert sum(forward.values()) == 1
-        assert list(forward)[0].startswith('all_gather')
+        assert next(iter(forward)).startswith('all_gather')
         assert backward == {}
         assert short == 1
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.probes import NewTensors, PeakMemory
@@ -25,7 +26,14 @@ from tests.vocab_parallel.reference import (
     run_example,
     upstream,
 )
-from twinkle_megatron.vocab_parallel import VocabShard, argmax, cross_entropy, log_probs, log_probs_and_entropy, token_stats
+from twinkle_megatron.vocab_parallel import (
+    VocabShard,
+    argmax,
+    cross_entropy,
+    log_probs,
+    log_probs_and_entropy,
+    token_stats,
+)
 
 FLAGS = {'entropy': True, 'mean_logit': True, 'argmax': True}
 
@@ -109,6 +117,32 @@ def test_backward_twice_gives_the_same_bits():
     found, weights = ours(x, target, shard), upstream(1, (4,))
     first, second = (gradient(found, x, weights, DIFFERENTIABLE) for _ in range(2))
     assert torch.equal(first, second)
+
+
+def test_outputs_may_be_changed_in_place():
+    x, target, shard = batch(4)
+    weights = upstream(1, (4,))
+    found = ours(x, target, shard)
+    want = gradient(found, x, weights, DIFFERENTIABLE)
+    for name in DIFFERENTIABLE:
+        found[name].mul_(weights[name])
+    torch.testing.assert_close(gradient(found, x, dict.fromkeys(weights, torch.ones(4)), DIFFERENTIABLE), want)
+
+
+def test_activation_checkpointing_and_offloading_change_no_bit():
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    _, target, shard = batch(4)
+    weight = torch.randn(11, 3, dtype=torch.float64)
+
+    def loss(hidden):
+        return cross_entropy(hidden @ weight.T, target, shard=shard, label_smoothing=0.1).sum()
+
+    (want,) = torch.autograd.grad(loss(hidden), hidden)
+    (again,) = torch.autograd.grad(checkpoint(loss, hidden, use_reentrant=False), hidden)
+    with torch.autograd.graph.save_on_cpu():
+        offloaded = loss(hidden)
+    assert torch.equal(again, want)
+    assert torch.equal(torch.autograd.grad(offloaded, hidden)[0], want)
 
 
 def test_two_runs_give_the_same_bits():
@@ -289,7 +323,9 @@ def test_storage_is_reused_for_a_non_leaf_and_reaches_what_made_it():
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     _, target, shard = batch(5)
     grads = [
-        torch.autograd.grad(log_probs(hidden @ weight.T, target, shard=shard, reuse_storage=reuse).sum(), [hidden, weight])
+        torch.autograd.grad(
+            log_probs(hidden @ weight.T, target, shard=shard, reuse_storage=reuse).sum(), [hidden, weight]
+        )
         for reuse in (False, True)
     ]
     assert all(torch.equal(*pair) for pair in zip(*grads))

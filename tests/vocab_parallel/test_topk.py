@@ -45,7 +45,9 @@ def check(example, k, ranks):
     assert values.dtype == picked.dtype == whole.dtype
     for found, at, upstream, grad_index in ((values, want_ids, weight, 2), (picked, wanted, picked_weight, 6)):
         want = x.gather(-1, at)
-        assert torch.equal(bits(found.double()), bits(want.detach())) or torch.equal(found.double().nan_to_num(7), want.nan_to_num(7))
+        assert torch.equal(bits(found.double()), bits(want.detach())) or torch.equal(
+            found.double().nan_to_num(7), want.nan_to_num(7)
+        )
         (want_grad,) = torch.autograd.grad(want, x, upstream.double())
         grad = torch.cat([r[grad_index] for r in ranks], -1)
         assert grad.dtype == whole.dtype

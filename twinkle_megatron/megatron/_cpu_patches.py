@@ -22,10 +22,15 @@ class Undo:
         self._steps: list[Callable[[], None]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name = value`; undone by the very object that was there, or by removing the name."""
+        """`owner.name = value`; undone by the very object that was there, unless somebody has replaced ours since."""
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
-        self.later(lambda: delattr(owner, name) if before is _MISSING else setattr(owner, name, before))
+
+        def restore() -> None:
+            if vars(owner).get(name) is value:
+                delattr(owner, name) if before is _MISSING else setattr(owner, name, before)
+
+        self.later(restore)
 
     def later(self, step: Callable[[], None]) -> None:
         self._steps.append(step)
@@ -48,9 +53,15 @@ class Patch:
 PATCHES: list[Patch] = []
 
 
-def _patch(module: str | None, reason: str) -> Callable[[Callable[[ModuleType, Undo], None]], None]:
-    def register(apply: Callable[[ModuleType, Undo], None]) -> None:
-        PATCHES.append(Patch(apply.__name__.strip('_'), module, reason, apply))
+Apply = Callable[[ModuleType, Undo], None]
+
+
+def _patch(module: str | None, reason: str) -> Callable[[Apply], Apply]:
+    """Makes a function an entry of the table."""
+
+    def register(apply: Apply) -> Apply:
+        PATCHES.append(Patch(getattr(apply, '__name__', '').strip('_'), module, reason, apply))
+        return apply
 
     return register
 

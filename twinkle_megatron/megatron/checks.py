@@ -66,8 +66,9 @@ def _check_scaling(chunks: Sequence[Any], per_token: bool) -> None:
             expected = 1.0 if per_token or averaged else 1.0 / group_size(chunk.dp_cp_group)
             if abs(buffer.gradient_scaling_factor - expected) > 1e-12:
                 raise ValueError(
-                    f'config.calculate_per_token_loss={per_token} would scale gradients wrongly: DistributedDataParallel was '
-                    f'built for the other value (its scale is {buffer.gradient_scaling_factor:g}, expected {expected:g}); set '
+                    f'config.calculate_per_token_loss={per_token} would scale gradients wrongly: '
+                    f'DistributedDataParallel was built for the other value (its scale is '
+                    f'{buffer.gradient_scaling_factor:g}, expected {expected:g}); set '
                     'the flag before wrapping the model'
                 )
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def cpu_layer_spec(**kwargs: Any) -> ModuleSpec:
     """Megatron's local layer spec with `CpuCoreAttention`; `kwargs` are those of `get_gpt_layer_local_spec`."""
-    spec = get_gpt_layer_local_spec(**kwargs)
+    spec: Any = get_gpt_layer_local_spec(**kwargs)
     spec.submodules.self_attention.submodules.core_attention = CpuCoreAttention
     return spec
 
@@ -80,8 +80,8 @@ class CpuCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         _check(config, attention_type)
-        cp_group = getattr(pg_collection, 'cp', None)
-        self.cp_group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+        cp_group: Any = getattr(pg_collection, 'cp', None) or parallel_state.get_context_parallel_group()
+        self.cp_group = cp_group
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.scale = softmax_scale  # None: 1 / sqrt(d)
@@ -107,34 +107,32 @@ class CpuCoreAttention(MegatronModule):
         causal = 'causal' in (attn_mask_type or self.attn_mask_type).name
         mask = None
         if packed or attention_mask is not None or self.cp_group.size() > 1:
-            positions = self._positions(cu_seqlens)
+            positions = zigzag_positions(cu_seqlens, self.cp_group.size(), self.cp_group.rank())
             mask = _visible(positions, cu_seqlens, lengths, causal)
-        if self.cp_group.size() > 1:
             key, value = self._gather(key, value, cu_seqlens)
-        if attention_mask is not None:
-            mask = mask & ~_checked_mask(attention_mask, query, key)
+            if attention_mask is not None:
+                mask = mask & ~_checked_mask(attention_mask, query, key)
         out = self._attend(query, key, value, mask, causal and mask is None)
         return out.squeeze(1) if packed else out
-
-    def _positions(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return zigzag_positions(cu_seqlens, self.cp_group.size(), self.cp_group.rank())
 
     def _gather(
         self, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value of all context parallel ranks, in global order."""
         cp = self.cp_group.size()
+        if cp == 1:
+            return key, value
         order = torch.cat([zigzag_positions(cu_seqlens, cp, rank) for rank in range(cp)]).argsort()
         both = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=self.cp_group)[order]
-        return both.split((key.size(-1), value.size(-1)), -1)
+        return both[..., : key.size(-1)], both[..., key.size(-1) :]
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        forked = dropout > 0 and not self.config.sequence_parallel
+        tracker: Any = get_cuda_rng_tracker() if dropout > 0 and not self.config.sequence_parallel else None
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        with get_cuda_rng_tracker().fork() if forked else contextlib.nullcontext():
+        with tracker.fork() if tracker is not None else contextlib.nullcontext():
             out = F.scaled_dot_product_attention(
                 q, k, v, mask, dropout, is_causal=causal, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
             )

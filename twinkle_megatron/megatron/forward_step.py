@@ -19,9 +19,9 @@ from .plan import Item, Plan
 class ForwardStep:
     """Megatron's `forward_step_func` for the micro-batches of one plan, with what this rank finds on the way.
 
-    `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the sum
-    of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and `error` what
-    the loss, a metric or the head threw: from then on every micro-batch is run without training anything.
+    `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the
+    sum of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and
+    `error` what the loss, a metric or the head threw: from then on every micro-batch is run without training anything.
     """
 
     def __init__(

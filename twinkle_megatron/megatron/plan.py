@@ -13,10 +13,12 @@ from torch import Tensor
 from ..batch import (
     as_micro_batches,
     check_micro_batch,
+    explain_fault,
     pad_micro_batch,
     sequence_boundaries,
     split_extra,
     trained_labels,
+    value_faults,
 )
 from ..groups import Groups, group_rank, group_size, raise_together
 
@@ -104,37 +106,39 @@ def make_plan(
     """
     error: Exception | None = None
     items: list[Item] = []
+    counted = torch.zeros(2, dtype=torch.float64)
     try:
         items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels, group_size(groups.cp))
+        counted = _count(items, limits.vocab_size, ignore_index)
     except Exception as caught:  # raised below, on every rank
         error = caught
-    tokens = sum(_count(item.batch, ignore_index) for item in items)
-    rows = max((item.batch['input_ids'].shape[0] for item in items), default=0)
-    length = max((item.batch['input_ids'].shape[1] for item in items), default=0)
-    own = [float(error is not None), group_rank(groups.dp), len(items), tokens, rows, length]
-    table = groups.gather_everyone(torch.tensor(own, dtype=torch.float64)).tolist()
-    if any(row[0] for row in table):
-        raise_together(groups, error)
+    rows = max((item.shape[0] for item in items), default=0)
+    length = max((item.shape[1] for item in items), default=0)
+    known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
+    table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
+    if any(row[0] or row[6] for row in table):
+        raise_together(groups, error or _first_fault(items, limits.vocab_size, ignore_index))
     replicas: dict[float, list[float]] = {}
     for row in table:
-        if replicas.setdefault(row[1], row[2:]) != row[2:]:
+        if replicas.setdefault(row[1], row[2:6]) != row[2:6]:
             raise ValueError(
-                f'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in replica '
-                f'{int(row[1])}: (micro-batches, trained tokens, rows, length) is {replicas[row[1]]} on one rank and '
-                f'{row[2:]} on another; give each rank the whole sequences of its replica'
+                f'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in '
+                f'replica {int(row[1])}: (micro-batches, rows, length, trained tokens) is {replicas[row[1]]} on one '
+                f'rank and {row[2:6]} on another; give each rank the whole sequences of its replica'
             )
     seen = list(replicas.values())
     if limits.same_shapes_everywhere:
-        rows, length = int(max(r[2] for r in seen)), int(max(r[3] for r in seen))
+        rows, length = int(max(r[1] for r in seen)), int(max(r[2] for r in seen))
     most = int(max(r[0] for r in seen))
     count = limits.legal(most) if most else 0
     if limits.padding_trains and any(r[0] != count for r in seen):
         raise ValueError(
-            f'every data parallel rank must bring {count} micro-batches (the schedule and the largest rank ask for them), got '
-            f'{[int(r[0]) for r in seen]}: padding micro-batches would train the router through its auxiliary losses'
+            f'every data parallel rank must bring {count} micro-batches (the schedule and the largest rank ask for '
+            f'them), got {[int(r[0]) for r in seen]}: padding micro-batches would train the router through its '
+            'auxiliary losses'
         )
     padded = _padded(items, count, rows, length, limits, ignore_index)
-    return Plan(padded, tokens=int(sum(r[1] for r in seen)), micro_batches=int(sum(r[0] for r in seen)))
+    return Plan(padded, tokens=int(sum(r[3] for r in seen)), micro_batches=int(sum(r[0] for r in seen)))
 
 
 def _checked(
@@ -150,7 +154,7 @@ def _checked(
     extras = split_extra(extra, batches)
     items = []
     for index, (batch, own) in enumerate(zip(batches, extras)):
-        check_micro_batch(batch, index, limits.vocab_size, ignore_index, needs_labels)
+        check_micro_batch(batch, index, needs_labels)
         shape = (int(batch['input_ids'].shape[0]), int(batch['input_ids'].shape[1]))
         boundaries = sequence_boundaries(batch)
         longest = shape[1] if boundaries is None else int(boundaries.diff().max())
@@ -171,35 +175,40 @@ def _checked(
                 "shapes; set config.variable_seq_lengths=True and moe_token_dispatcher_type='alltoall', or give "
                 'packed rows only'
             )
-        _check_attention(batch, index, cp_size)
+        _check_attention(batch, index, limits, cp_size)
         if batch.get('labels') is not None:
             batch['labels'] = trained_labels(batch, ignore_index)  # type: ignore[arg-type]
         items.append(Item(batch, own, shape, boundaries, is_padding=False))
     return items
 
 
-def _check_attention(batch: Mapping[str, Any], index: int, cp_size: int) -> None:
+def _check_attention(batch: Mapping[str, Any], index: int, limits: Limits, cp_size: int) -> None:
     mask = batch.get('attention_mask')
-    if mask is None:
+    if mask is None or mask.dim() == 2:
         return
-    b, s = batch['input_ids'].shape
-    if mask.dim() == 4 and cp_size == 1 and mask.shape[-2:] == (s, s):
-        return
-    if tuple(mask.shape) != (b, s):
+    s = batch['input_ids'].shape[1]
+    if cp_size > 1 or mask.shape[-2:] != (s, s) or limits.fixed_shapes or s % limits.multiple:
         raise ValueError(
-            f"inputs[{index}]['attention_mask'] must be [b, s] = {(b, s)} with 1 for tokens and 0 for padding, "
-            f'or absent (causal), got {tuple(mask.shape)}'
-        )
-    if (mask[:, 1:].int() > mask[:, :-1].int()).any():
-        raise ValueError(
-            f"inputs[{index}]['attention_mask'] must mask trailing padding only: Megatron's causal attention "
-            'does not see left or inner padding; move the padding to the end of each row, or pack the rows'
+            f"inputs[{index}]['attention_mask'] may be given as [b, 1, s, s] = (.., {s}, {s}) only where sequences are "
+            f'neither split nor padded (CP 1, no SP or PP padding), got {tuple(mask.shape)}; leave it out for '
+            'causal attention'
         )
 
 
-def _count(batch: Mapping[str, Any], ignore_index: int) -> int:
-    labels = batch.get('labels')
-    return 0 if labels is None else int((labels != ignore_index).sum())
+def _count(items: list[Item], vocab_size: int | None, ignore_index: int) -> Tensor:
+    """Trained tokens and wrong values of these micro-batches, float64 `[2]`, on their device: no host sync."""
+    tokens = [(item.batch['labels'] != ignore_index).sum() for item in items if item.batch.get('labels') is not None]
+    faults = [n for item in items for n in value_faults(item.batch, vocab_size, ignore_index).values()]
+    zero = torch.zeros((), dtype=torch.int64, device=items[0].batch['input_ids'].device if items else 'cpu')
+    return torch.stack([sum(tokens, start=zero), sum(faults, start=zero)]).double()
+
+
+def _first_fault(items: list[Item], vocab_size: int | None, ignore_index: int) -> Exception | None:
+    for index, item in enumerate(items):
+        for key, count in value_faults(item.batch, vocab_size, ignore_index).items():
+            if count:
+                return explain_fault(key, item.batch, index, vocab_size, ignore_index)
+    return None
 
 
 def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limits, ignore_index: int) -> list[Item]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..batch import join_context
 from ..evaluation import Evaluation
-from ..groups import Groups, all_gather_rows, group_size, raise_together
+from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
 from .forward_step import ForwardStep, device_of
 from .heads import logits_taken
 from .plan import Plan
@@ -153,6 +153,7 @@ class Runner:
             for model in self.models:
                 if call.is_hooked(model):
                     stack.enter_context(logits_taken(model, call.on_logits))
+            stack.enter_context(_told_where(self.groups))
             iterators = [iter(items) for _ in self.chunks]
             get_forward_backward_func(*self._pipeline_sizes())(
                 forward_step_func=call,
@@ -177,6 +178,7 @@ class Runner:
         if group_size(self.groups.pp) > 1:
             from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
+            assert self.groups.pp is not None
             out['p2p_communicator'] = P2PCommunicator(self.groups.pp, self.config)
         return out
 
@@ -218,3 +220,18 @@ def _changed(config: Any, changes: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def _told_where(groups: Groups) -> Iterator[None]:
+    """Adds to an exception out of the schedule which rank of which groups it came from."""
+    try:
+        yield
+    except Exception as error:
+        names = ('tp', 'pp', 'cp', 'dp')
+        where = ', '.join(f'{n} {group_rank(getattr(groups, n))} of {group_size(getattr(groups, n))}' for n in names)
+        error.add_note(
+            f"in Megatron's pipeline schedule on the rank {where}. A timeout or a lost connection here means that "
+            'another rank of one of these groups failed or stopped first: look for its error'
+        )
+        raise

@@ -5,14 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..arguments import reject_unknown
+from ..groups import Groups
 from .base import Metric, checked_keywords
 
 
 class TrainMetric(Metric):
-    """The state of the training itself, told by the training loop. Local to each rank: no collective.
+    """The state of the training itself, told by the training loop. It needs no groups and takes no collective.
+
+    With `Groups` as `device_mesh`, as `MegatronModel.add_metric` gives them, the times are those of the slowest rank of
+    the layout, so that every rank says the same; that is one small all-gather.
 
     Keys: `learning rate` (`learning rate(param group k)`, from 1, for several), `iters` = step // gradient accumulation
     steps, `total time elapse` since the metric was made (in minutes once an interval lasts one), and `speed` in
@@ -67,7 +72,7 @@ class TrainMetric(Metric):
 
     def calculate(self) -> dict[str, Any]:
         """The statistics for display; starts the next interval."""
-        interval, values = time.perf_counter() - self._interval_start, self.values()
+        interval, values = self._values()
         elapsed = values['elapsed_seconds']
         lrs = {f'learning rate{suffix}': f'{lr:.6e}' for suffix, lr in self._by_group('(param group {})')}
         self.reset()
@@ -79,12 +84,18 @@ class TrainMetric(Metric):
 
     def values(self) -> dict[str, float]:
         """`lr` (`lr_1`, `lr_2`, … for several parameter groups), `iters`, `elapsed_seconds`, `iters_per_second`."""
+        return self._values()[1]
+
+    def _values(self) -> tuple[float, dict[str, float]]:
         now = time.perf_counter()
-        interval = now - self._interval_start
+        elapsed, interval = now - self._start, now - self._interval_start
+        if isinstance(self.device_mesh, Groups):
+            times = torch.tensor([elapsed, interval], dtype=torch.float64)
+            elapsed, interval = self.device_mesh.gather_everyone(times).amax(0).tolist()
         iters = max(self._step - self._interval_step, 0) / self._accumulation
-        return {f'lr{suffix}': lr for suffix, lr in self._by_group('_{}')} | {
+        return interval, {f'lr{suffix}': lr for suffix, lr in self._by_group('_{}')} | {
             'iters': float(self._step // self._accumulation),
-            'elapsed_seconds': now - self._start,
+            'elapsed_seconds': elapsed,
             'iters_per_second': iters / interval if interval > 0 else 0.0,
         }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Real
+
 from torch import Tensor
 
 from .labels import check_given
@@ -86,9 +88,9 @@ def cross_entropy(
 
         (1 − ε)·(z − y[target]) + ε·(z − mean(y)) + z_loss · z²
 
-    Smoothing is that of torch.nn.functional.cross_entropy (Szegedy et al., arXiv 1512.00567) over the true vocabulary, not
-    over a shard; the z-loss is that of PaLM (arXiv 2204.02311). Other arguments, dtypes, errors, collectives and memory
-    are those of `token_stats`.
+    Smoothing is that of torch.nn.functional.cross_entropy (Szegedy et al., arXiv 1512.00567) over the true vocabulary,
+    not over a shard; the z-loss is that of PaLM (arXiv 2204.02311). Other arguments, dtypes, errors, collectives and
+    memory are those of `token_stats`.
     """
     check_weights(label_smoothing, z_loss)
     check_given(target)
@@ -121,9 +123,9 @@ def cross_entropy_of(nll: Tensor, stats: TokenStats, label_smoothing: float, z_l
 
 def check_weights(label_smoothing: float, z_loss: float) -> None:
     """ValueError unless 0 <= label_smoothing <= 1 and z_loss is finite and >= 0."""
-    if not isinstance(label_smoothing, (int, float)) or not 0 <= label_smoothing <= 1:
+    if not isinstance(label_smoothing, Real) or not 0 <= label_smoothing <= 1:
         raise ValueError(f'label_smoothing must be a number in [0, 1], got {label_smoothing!r}')
-    if not isinstance(z_loss, (int, float)) or not 0 <= z_loss < float('inf'):
+    if not isinstance(z_loss, Real) or not 0 <= z_loss < float('inf'):
         raise ValueError(f'z_loss must be a finite number >= 0, got {z_loss!r}')
 
 

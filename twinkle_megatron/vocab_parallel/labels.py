@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .shard import VocabShard
 
-_pending: list[tuple[torch.cuda.Event, Tensor, str]] = []
+_LAG = 2
+
+
+@dataclass
+class _Pending:
+    """A mark on its way from the GPU, and how many calls have been made since."""
+
+    event: torch.cuda.Event
+    flag: Tensor
+    message: str
+    age: int = 0
+
+
+_pending: list[_Pending] = []
 
 
 def check_given(target: object) -> None:
@@ -41,12 +56,26 @@ def raise_for(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: int)
     if shard.size > 1:
         message += ', the same on every rank of the tensor parallel group'
     if bad.device.type == 'cuda':
-        flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(bad.any(), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        _pending.append((event, flag, f'an earlier call was wrong: {message}'))
+        _raise_later(bad, message)
     elif bad.any():
         raise ValueError(f'{message}; {_what_is_bad(target, bad, shard, ignore_index)}')
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """ValueError if one of `ids` is outside `[0, vocab_size)`; on CUDA a later call raises it."""
+    bad = (ids < 0) | (ids >= vocab_size)
+    message = f'ids must lie in [0, {vocab_size})'
+    if bad.device.type == 'cuda':
+        _raise_later(bad, message)
+    elif bad.any():
+        raise ValueError(f'{message}, got [{int(ids.min())}, {int(ids.max())}]')
+
+
+def _raise_later(bad: Tensor, message: str) -> None:
+    flag = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(bad.any(), non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    _pending.append(_Pending(event, flag, f'an earlier call was wrong: {message}'))
 
 
 def _what_is_bad(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: int) -> str:
@@ -60,10 +89,16 @@ def _what_is_bad(target: Tensor, bad: Tensor, shard: VocabShard, ignore_index: i
 
 
 def raise_pending(wait: bool = False) -> None:
-    """Raises what earlier calls on CUDA found, as far as the GPU got; with `wait`, all of it (a host sync)."""
-    while _pending and (wait or _pending[0][0].query()):
-        event, flag, message = _pending.pop(0)
-        event.synchronize()
-        if flag.item():
+    """Raises what calls on CUDA found: with `wait` all of it (a host sync), else what is `_LAG` calls old.
+
+    It goes by calls, not by how far the GPU has come: the ranks of a group have to raise at the same call, else those
+    that go on wait in a collective for those that raised. By then the GPU is long past the older call.
+    """
+    for entry in _pending:
+        entry.age += 1
+    while _pending and (wait or _pending[0].age >= _LAG):
+        oldest = _pending.pop(0)
+        oldest.event.synchronize()
+        if oldest.flag.item():
             _pending.clear()
-            raise ValueError(message)
+            raise ValueError(oldest.message)

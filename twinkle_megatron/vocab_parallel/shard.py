@@ -48,9 +48,10 @@ class VocabShard:
             group: the tensor parallel group; None for one process.
             vocab_size: true vocabulary size when the last columns are padding; None: no padding.
 
-        Collective over `group` (one small all-gather): build it once, not once a step. ValueError on every rank if one
-        rank's `local_size` or `vocab_size` is no size, if `vocab_size` differs among ranks or exceeds the columns, or if
-        every rank holds at least `vocab_size` columns, which are gathered logits and no shard.
+        Collective over `group` (one small all-gather): build it once, not once a step. ValueError on every rank if
+        one rank's `local_size` or `vocab_size` is no size, if `vocab_size` differs among ranks or exceeds the columns,
+        or if every rank holds at least `vocab_size` columns, which are gathered logits and no shard. (Where one rank
+        does hold all ids, and the padding fills the others, build `VocabShard(start, stop, vocab_size, group)`.)
         """
         if group is not None and not isinstance(group, ProcessGroup):
             raise ValueError(f'group must be a ProcessGroup of which this process is a member, or None, got {group!r}')
@@ -120,7 +121,7 @@ _NOT_GIVEN = 1 << 62
 
 
 def _size_or(otherwise: int, value: object) -> int:
-    return int(value) if isinstance(value, Integral) and value >= 0 else otherwise
+    return int(value) if isinstance(value, Integral) and int(value) >= 0 else otherwise
 
 
 def _check_sound(name: str, here: object, ranks: list[int]) -> None:

@@ -58,7 +58,9 @@ class Source(Protocol):
 class TensorSource:
     """Logits `[..., local_size]` that exist, in any memory layout; nothing is copied whole.
 
-    `chunk_size` bounds the columns of a tile. With `reuse_storage` the gradient is written into the logits' own storage.
+    `chunk_size` bounds the columns of a tile for kernels that need temporaries of its size (`max_elements` not None);
+    the others gain nothing by it. With `reuse_storage` the gradient is written into the logits' own
+    storage.
     """
 
     def __init__(self, logits: Tensor, shard: VocabShard, chunk_size: int | None = None, reuse_storage: bool = False):
@@ -83,9 +85,9 @@ class TensorSource:
         return rows.view([self.lead[dim] for dim in self._order]).permute(self._inverse)
 
     def tiles(self, tensors: tuple[Tensor, ...], max_elements: int | None) -> Iterator[Tile]:
-        first = 0
+        first, chunk_size = 0, None if max_elements is None else self._chunk_size
         for block in _row_blocks(self._in_memory_order(tensors[0])):
-            for rows, columns in _tile_grid(block.shape[0], self.shard.true_columns, self._chunk_size, max_elements):
+            for rows, columns in _tile_grid(block.shape[0], self.shard.true_columns, chunk_size, max_elements):
                 yield Tile(slice(first + rows.start, first + rows.stop), columns, block[rows, columns])
             first += block.shape[0]
 

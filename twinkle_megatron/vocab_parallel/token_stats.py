@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +30,9 @@ from .source import Source, Tile, as_source, by_columns, row_count
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Per-token statistics of y = logits / temperature over the whole true vocabulary, `[...]`, the same on all TP ranks.
+    """Per-token statistics of y = logits / temperature over the whole true vocabulary, `[...]`.
 
-    What was not asked for is None. Ignored tokens hold 0, and −1 in `argmax`.
+    Bitwise the same on all TP ranks. What was not asked for is None. Ignored tokens hold 0, and −1 in `argmax`.
     """
 
     log_prob: Tensor | None = None
@@ -69,15 +70,15 @@ def token_stats(
         ignore_index: tokens with this target have value 0 and gradient exactly 0, whatever their logits hold.
         entropy, mean_logit, argmax: compute these too, in the same sweep.
         chunk_size: columns handled at once; bounds memory, changes no value beyond rounding. None: as many as fit.
-        reuse_storage: write the gradient into the storage of `logits`. They are destroyed by the backward pass; a second
-            backward through them is an error.
+        reuse_storage: write the gradient into the storage of `logits`. They are destroyed by the backward pass; a
+            second backward through them is an error.
 
     Returns:
         `TokenStats`, float32 (float64 for float64 logits), differentiable in the logits but for `argmax`. Upstream
         gradients must be equal on all TP ranks, as they are when every rank computes the same loss.
 
-    Collectives: one all-gather of at most 7 numbers a token over TP forward, none backward. Kept for backward: the logits
-    and 5 numbers a token. The gradient has the dtype and the memory layout of the logits.
+    Collectives: one all-gather of at most 7 numbers a token over TP forward, none backward. Kept for backward: the
+    logits and 5 numbers a token. The gradient has the dtype of the logits; it has no gradient of its own.
 
     Raises ValueError: wrong shape, dtype or temperature, before any collective; a target outside `[0, vocab_size)`, on
     every rank after it (on CUDA by a later call, without a host sync; its log_prob is NaN).
@@ -87,7 +88,7 @@ def token_stats(
     _check_temperature(temperature, source.dtype)
     if target is not None:
         check_target(target, source.lead, source.device)
-        if not isinstance(ignore_index, int):
+        if not isinstance(ignore_index, Integral):
             raise ValueError(f'ignore_index must be an int, got {ignore_index!r}; -100 where no label is to be ignored')
     wanted = _Wanted(
         target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit
@@ -95,14 +96,14 @@ def token_stats(
     if row_count(source) == 0:
         return _no_rows(source, wanted)
     flat = None if target is None else target.reshape(-1).long()
-    request = _Request(source, flat, shard, float(temperature), ignore_index, reuse_storage, wanted)
+    request = _Request(source, flat, shard, float(temperature), int(ignore_index), reuse_storage, wanted)
     outputs = _TokenStats.apply(request, *source.tensors)
     return TokenStats(*(None if out is None else out.view(source.lead) for out in outputs))
 
 
 def _check_temperature(temperature: float, dtype: torch.dtype) -> None:
     largest = torch.finfo(accumulate_dtype(dtype)).max
-    if not (isinstance(temperature, (int, float)) and 0 < temperature < math.inf and 1 / temperature <= largest):
+    if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
         raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
 
 
@@ -138,12 +139,12 @@ def _no_rows(source: Source, wanted: _Wanted) -> TokenStats:
 
 
 class _TokenStats(torch.autograd.Function):
-    """Per-token tensors are `[N]` in the order of the leading dims; only the sweeps over tiles use the source's row order,
-    which may differ from rank to rank with the memory layout of their logits."""
+    """Per-token tensors are `[N]` in the order of the leading dims; only the sweeps over tiles use the source's row
+    order, which may differ from rank to rank with the memory layout of their logits."""
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, shard, temperature, ignore_index, reuse_storage, wanted = request
+        source, target, shard, temperature, ignore_index, _, wanted = request
         kernels = select(source.device, row_count(source), shard.true_columns)
         inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
         ignored = None if target is None else target == ignore_index
@@ -152,6 +153,7 @@ class _TokenStats(torch.autograd.Function):
 
         log_prob = whole.log_prob
         if target is not None and ignored is not None:
+            assert log_prob is not None
             assert whole.bad_label is not None
             raise_for(target.view(source.lead), whole.bad_label.view(source.lead), shard, ignore_index)
             log_prob = torch.where(whole.bad_label, torch.nan, log_prob)
@@ -280,7 +282,7 @@ def _without_tensors(source: Source) -> Source:
 
 
 def _label_codes(target: Tensor, column: Tensor, ignored: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """A number per label that tells whether all ranks were given the same one: twice the id, plus 1 where it is held here.
+    """A number per label that tells whether all ranks were given the same one: twice the id, plus 1 if it is held here.
 
     Ids count modulo 2^22, so that float32 holds the codes exactly.
     """
@@ -293,7 +295,7 @@ _IGNORED, _OUTSIDE = -1, -2
 
 
 def _bad_labels(codes: Tensor) -> Tensor:
-    """From `codes[tp, N]`: where the label is not the same on every rank, out of range, or not held by exactly one rank."""
+    """From `codes[tp, N]`: labels that are out of range, differ among ranks, or are not held by exactly one rank."""
     held = codes.remainder(2)
     ids = codes - held
     sound = torch.where(ids[0] == 2 * _IGNORED, 0, 1) == held.sum(0)

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ..groups import all_gather_rows, group_device
 from .kernels.eager import accumulate_dtype
 from .kernels.select import CPU_TILE, CUDA_TILE
+from .labels import check_ids, raise_pending
 from .shard import VocabShard
 from .source import Source, as_source, row_count
 
@@ -19,11 +20,13 @@ from .source import Source, as_source, row_count
 def topk(logits: Tensor, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """The k largest logits of each token over the whole true vocabulary and their global ids, each `[..., k]`.
 
-    Values are raw logits in descending order, in the dtype of `logits`, differentiable; ids are int64. Equal logits stand in
-    ascending order of id, and the lowest ids are taken, so the result is the same on every layout. A NaN counts as +inf.
+    Values are raw logits in descending order, in the dtype of `logits`, differentiable; ids are int64. Equal logits
+    stand in ascending order of id, and the lowest ids are taken, so the result is the same on every layout. A NaN
+    counts as +inf.
 
-    Collectives: one all-gather of 2k numbers a token over TP forward, none backward. Kept for backward: the ids, and the
-    gradient is one tensor like `logits`. ValueError unless 1 <= k <= `shard.vocab_size`, or for logits that are not the shard.
+    Collectives: one all-gather of 2k numbers a token over TP forward, none backward. Kept for backward: the ids, and
+    the gradient is one tensor like `logits`. ValueError unless 1 <= k <= `shard.vocab_size`, or for logits that are not
+    the shard.
     """
     source = as_source(logits, shard, None, False)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= shard.vocab_size:
@@ -42,8 +45,10 @@ def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
     """Raw logits at global `ids` `[..., k]` (replicated over TP): `[..., k]` in the dtype of `logits`, differentiable.
 
     Collectives: one all-reduce of k numbers a token over TP forward, none backward. Kept for backward: the ids.
-    ValueError for ids of another leading shape, dtype or device, or outside `[0, shard.vocab_size)`.
+    ValueError for ids of another leading shape, dtype or device, or outside `[0, shard.vocab_size)` (on CUDA by a later
+    call).
     """
+    raise_pending()
     source = as_source(logits, shard, None, False)
     if not isinstance(ids, Tensor):
         raise ValueError(f'ids must be a tensor of global ids, got {type(ids).__name__}')
@@ -55,8 +60,7 @@ def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
         )
     if ids.device != source.device:
         raise ValueError(f'ids must be on the device of the logits, {source.device}, got {ids.device}')
-    if ids.device.type == 'cpu' and ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < shard.vocab_size):
-        raise ValueError(f'ids must lie in [0, {shard.vocab_size}), got [{int(ids.min())}, {int(ids.max())}]')
+    check_ids(ids, shard.vocab_size)
     return _At.apply(logits, ids.long(), shard, None)
 
 
@@ -82,8 +86,8 @@ class _At(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (column,) = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (column,) = grad_outputs, ctx.saved_tensors
         out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
         if ctx.shape[-1]:
             here = torch.where(column >= 0, grad, 0).to(ctx.dtype)
@@ -106,7 +110,10 @@ def _best_of_ranks(ranks: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _local_topk(source: Source, k: int) -> Tensor:
-    """This rank's k best and their global ids, ids ascending, `[2, N, k]`; short shards are filled up with −inf at id −1."""
+    """This rank's k best and their global ids, ids ascending, `[2, N, k]`.
+
+    A short shard is filled up with −inf at id −1.
+    """
     shard, rows = source.shard, row_count(source)
     dtype = accumulate_dtype(source.dtype)
     values = torch.full((rows, k), -torch.inf, dtype=dtype, device=source.device)

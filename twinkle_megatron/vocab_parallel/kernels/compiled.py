@@ -78,7 +78,8 @@ def row_grad(
         if done is not None:
             own = torch.where(target >= 0, 0, -1)
             eager.row_grad(picked, picked, own, inv_t, m, log_s, at_target, a, b, c)
-            out.scatter_(1, column, picked)
+            # scatter_ on CPU would copy a half precision tensor whole, twice
+            out[torch.arange(len(out), device=out.device), column[:, 0]] = picked[:, 0]
     if done is None:
         for at in _blocks(x):
             eager.row_grad(
