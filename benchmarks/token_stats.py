@@ -208,10 +208,11 @@ def header(args: argparse.Namespace, device: torch.device) -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         megatron = 'not installed'
     return {
-        'machine': f'{machine}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {platform.system()} {platform.release()}',
+        'machine': f'{machine}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {platform.platform(terse=True)}',
         'versions': f'Python {platform.python_version()}, torch {torch.__version__}, megatron-core {megatron}',
         'layout': f'TP {args.tp} ({"NCCL" if device.type == "cuda" else "gloo"}), {args.threads} thread(s) a rank',
-        'case': f'{args.tokens:,} tokens, vocabulary {args.vocab:,}, {args.dtype}, forward + backward, {args.rounds} rounds',
+        'case': f'{args.tokens:,} tokens, vocabulary {args.vocab:,}, {args.dtype}, forward and backward',
+        'rounds': f'{args.rounds} after 2 to warm up, every method once in each',
         'command': ' '.join(['python', *sys.argv]),
     }
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,14 +189,14 @@ def unigram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 def _write(folder: Path, tokenizer: Tokenizer, parts: dict[str, Samples], about: dict[str, Any]) -> None:
-    """All or nothing: written beside, then renamed, so that an interrupted run leaves no half-made folder."""
-    beside = folder.with_name(f'{folder.name}.{os.getpid()}')
-    beside.mkdir(parents=True)
-    tokenizer.save(str(beside / 'tokenizer.json'))
-    arrays = {f'{part}_{name}': array for part, samples in parts.items() for name, array in vars(samples).items()}
-    np.savez(beside / 'samples.npz', allow_pickle=False, **arrays)
-    (beside / 'about.json').write_text(json.dumps(about))
-    if folder.exists():  # another run was quicker
-        shutil.rmtree(beside)
-    else:
-        beside.replace(folder)
+    """All or nothing: written aside, then renamed, so that an interrupted run leaves no half-made folder."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        made = Path(aside, folder.name)
+        made.mkdir()
+        tokenizer.save(str(made / 'tokenizer.json'))
+        arrays = {f'{part}_{name}': array for part, samples in parts.items() for name, array in vars(samples).items()}
+        np.savez(made / 'samples.npz', allow_pickle=False, **arrays)
+        (made / 'about.json').write_text(json.dumps(about))
+        if not folder.exists():  # another run may have been quicker
+            made.replace(folder)

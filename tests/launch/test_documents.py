@@ -26,7 +26,9 @@ def test_the_three_forms_are_read_in_the_order_of_the_file(tmp_path):
 
 
 def test_only_running_text_and_the_assistant_are_trained_on():
-    assert [Turn('x', role).trained for role in (None, 'assistant', 'user', 'system', 'tool')] == [True, True] + 3 * [False]
+    assert [Turn('x', role).trained for role in (None, 'assistant', 'user', 'system', 'tool')] == [True, True] + 3 * [
+        False
+    ]
 
 
 def test_empty_lines_windows_line_ends_and_a_byte_order_mark_are_no_errors(tmp_path):

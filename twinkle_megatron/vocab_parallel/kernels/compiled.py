@@ -112,7 +112,7 @@ def _row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool
         out.append(y.sum(-1))
     if argmax:
         columns = torch.arange(x.shape[1], device=x.device, dtype=torch.int32)
-        hit = (y == m[:, None]) | (y != y)  # noqa: PLR0124  isnan() would keep the loop from being vectorised
+        hit = (y == m[:, None]) | (y != y)  # isnan() would keep Inductor from vectorising the loop
         out.append(torch.where(hit, columns, x.shape[1] - 1).amin(-1).to(m.dtype))
     return out
 

@@ -1,0 +1,70 @@
+"""Process groups and errors that reach every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from twinkle_megatron.groups import (
+    Groups,
+    all_gather_rows,
+    group_rank,
+    group_size,
+    raise_together,
+    tensor_parallel_group,
+)
+
+
+def test_one_process_needs_no_groups():
+    groups = Groups()
+    assert (groups.size, groups.is_last_stage, groups.owns_result) == (1, True, True)
+    assert group_size(None) == 1
+    assert group_rank(None) == 0
+    assert all_gather_rows(torch.ones(2), None).tolist() == [[1, 1]]
+    assert groups.gather_everyone(torch.ones(2)).tolist() == [[1, 1]]
+    assert groups.gather_objects('x') == ['x']
+    raise_together(groups, None)
+    with pytest.raises(KeyError, match='on rank 0'):
+        raise_together(groups, KeyError('a'))
+
+
+def test_without_megatron_there_is_a_clear_error():
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    assert tensor_parallel_group() is None
+    with pytest.raises(ValueError, match='initialize_model_parallel'):
+        Groups.from_megatron()
+    with pytest.raises(ValueError, match='lacks tp, cp, pp, dp, dp_cp'):
+        Groups.from_megatron(object())
+
+
+@pytest.mark.parametrize('whole_world', [True, False])
+def test_everyone_is_gathered_once_over_the_world_or_group_by_group(whole_world):
+    """A layout of 2 × 2 ranks inside a world of 4, or of 5 with a rank that is not part of it."""
+    n = 4 if whole_world else 5
+    for rank, result in enumerate(run_ranks(_gather, n)):
+        if rank < 4:
+            rows, objects, error = result
+            assert sorted(rows) == [[r, 10.0 * r] for r in range(4)]
+            assert sorted(objects) == [0, 1, 2, 3]
+            assert error == 'ValueError: on rank 2: only here'
+
+
+def _gather():
+    rank = dist.get_rank()
+    pairs = {'tp': [(0, 1), (2, 3)], 'pp': [(0, 2), (1, 3)]}
+    made = {name: [dist.new_group(ranks) for ranks in both] for name, both in pairs.items()}
+    if rank == 4:
+        return None
+    mine = {name: next(g for g, ranks in zip(made[name], pairs[name]) if rank in ranks) for name in pairs}
+    groups = Groups(tp=mine['tp'], pp=mine['pp'])
+    rows = groups.gather_everyone(torch.tensor([float(rank), 10.0 * rank])).tolist()
+    error = ''
+    try:
+        raise_together(groups, ValueError('only here') if rank == 2 else None)
+    except ValueError as caught:
+        error = f'{type(caught).__name__}: {caught}'
+    return rows, groups.gather_objects(rank), error
