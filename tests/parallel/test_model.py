@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed as dist
@@ -266,7 +267,9 @@ def test_multi_token_prediction_trains_on_plain_cross_entropy():
     """MTP calls the head's hook first, for its own losses: gradients are those of Megatron's MTP on a float64 loss."""
     spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, layers=2)
     (expected,) = run_ranks(_plain_mtp, 1, spec)
-    for layout in (Layout(), Layout(tp=2), Layout(cp=2)):
+    # from 0.19 on Megatron scales each MTP loss by token counts of the CP rank, so that it depends on the split
+    splits = (Layout(cp=2),) if megatron.core.__version__ < '0.19' else ()
+    for layout in (Layout(), Layout(tp=2), *splits):
         results = run_ranks(_our_mtp, layout.world, spec, layout)
         assert compare(results, expected).error < 1e-9
 
@@ -292,7 +295,7 @@ def _plain_mtp(spec):
 
     def step(data, model):
         batch = next(data)
-        mask = (batch['labels'] != -100).double()
+        mask = (batch['labels'] != -100).float()
         positions = torch.arange(LENGTH, device=device()).expand_as(batch['input_ids'])
         labels = batch['labels'].clamp_min(0).to(device())
         out = model(batch['input_ids'].to(device()), positions, None, labels=labels, loss_mask=mask)
@@ -472,7 +475,7 @@ def test_one_sweep_serves_the_loss_and_the_metrics():
 
 
 def _count_collectives():
-    module = sys.modules["twinkle_megatron.vocab_parallel.token_stats"]  # the package exports the function of that name
+    module = sys.modules['twinkle_megatron.vocab_parallel.token_stats']  # the package exports the function of that name
 
     model = model_on(GPT, Layout(tp=2), 'CrossEntropyLoss', {'label_smoothing': 0.1})
     model.forward_backward(inputs=micro_batches(GPT, UNEVEN[1], 0))  # builds the shard once
