@@ -132,14 +132,15 @@ BAD_DATA = {
 
 @pytest.mark.parametrize('name', BAD_DATA)
 def test_bad_data_on_one_replica_is_an_error_on_every_rank(name):
-    change, words = BAD_DATA[name]
-    for outcome in run_ranks(_bad_data, 4, change, collect_errors=True, timeout=40):
+    _, words = BAD_DATA[name]
+    for outcome in run_ranks(_bad_data, 4, name, collect_errors=True, timeout=40):
         assert outcome.error == 'ValueError', outcome
         assert words in outcome.message
         assert 'on rank' in outcome.message
 
 
-def _bad_data(change):
+def _bad_data(name):
+    change, _ = BAD_DATA[name]
     model = model_on(GPT, PP_DP)
     replica = dist.get_rank(model.groups.dp)
     batches = micro_batches(GPT, even(2, 2), replica)
@@ -253,10 +254,15 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize('name', WRONG_CALLS)
 def test_a_wrong_call_is_an_error_on_every_rank(name):
-    call, words = WRONG_CALLS[name]
-    for outcome in run_ranks(call, 2, collect_errors=True, timeout=40):
+    _, words = WRONG_CALLS[name]
+    for outcome in run_ranks(_wrong_call, 2, name, collect_errors=True, timeout=40):
         assert outcome.error == 'ValueError', outcome
         assert words in outcome.message, outcome.message
+
+
+def _wrong_call(name):
+    call, _ = WRONG_CALLS[name]
+    call()
 
 
 def test_a_killed_rank_ends_the_others_in_time():

@@ -87,8 +87,12 @@ def install() -> None:
     finder = _AdaptImports(undo)
     sys.meta_path.insert(0, finder)
     undo.later(lambda: sys.meta_path.remove(finder))
-    for module in [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]:
-        _adapt(module, undo)
+    try:
+        for module in [m for m in list(sys.modules.values()) if isinstance(m, ModuleType)]:
+            _adapt(module, undo)
+    except BaseException:
+        uninstall()  # a version of Megatron without what an entry names leaves nothing half done
+        raise
 
 
 def uninstall() -> None:

@@ -1,0 +1,56 @@
+"""What a run leaves behind."""
+
+import json
+from argparse import Namespace
+
+from launch.progress import Recorder
+
+TRAIN = {'loss': 5.5, 'accuracy': 0.25, 'grad_norm': 0.5, 'lr': 1e-3, 'total_tokens': 100.0, 'elapsed_seconds': 2.0}
+PNG = b'\x89PNG\r\n\x1a\n'
+
+
+def record(args, active):
+    recorder = Recorder(args, unigram_nats=6.0, active=active)
+    recorder.held_out(0, {'loss': 9.0, 'accuracy': 0.0})
+    for step in (1, 2):
+        recorder.step()
+        recorder.train(step, TRAIN)
+    recorder.held_out(2, {'loss': 4.0, 'accuracy': 0.5})
+    recorder.finish()
+
+
+def test_figures_are_json_lines_and_the_curve_is_a_picture(tmp_path, capsys):
+    args = Namespace(run=tmp_path / 'run', steps=2)
+    record(args, active=True)
+    lines = [json.loads(line) for line in (args.run / 'metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines] == [0, 1, 2, 2]
+    assert [line.get('held_out_loss_nats') for line in lines] == [9.0, None, None, 4.0]
+    assert lines[1] | {'tokens_per_second': 0} == {
+        'step': 1,
+        'train_loss_nats': 5.5,
+        'token_accuracy': 0.25,
+        'grad_norm': 0.5,
+        'learning_rate': 1e-3,
+        'tokens': 100,
+        'tokens_per_second': 0,
+        'seconds': 2.0,
+    }
+    assert (args.run / 'loss.png').read_bytes().startswith(PNG)
+    shown = capsys.readouterr()
+    assert shown.err == ''  # no progress bar where nobody watches
+    assert '9.000 nats per token before, 4.000 after' in shown.out
+    assert str(args.run / 'loss.png') in shown.out
+    assert str(args.run / 'metrics.jsonl') in shown.out
+
+
+def test_figures_of_an_earlier_run_are_replaced(tmp_path):
+    args = Namespace(run=tmp_path, steps=2)
+    record(args, active=True)
+    record(args, active=True)
+    assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 4
+
+
+def test_other_processes_write_and_show_nothing(tmp_path, capsys):
+    record(Namespace(run=tmp_path / 'run', steps=2), active=False)
+    assert not (tmp_path / 'run').exists()
+    assert capsys.readouterr() == ('', '')
