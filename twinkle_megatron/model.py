@@ -54,9 +54,9 @@ class MegatronModel:
         self.groups = groups if isinstance(groups, Groups) else Groups.from_megatron(collection)
         models, self.config = checks.unwrap(self.chunks)
         checks.check_chunks(self.chunks, models, self.config, self.groups, optimizer)
-        known = getattr(models[0], 'vocab_size', None)
-        checks.check_vocab_size(vocab_size, known)
-        self.vocab_size: int | None = vocab_size if vocab_size is not None else known
+        self._padded_vocab_size: int | None = getattr(models[0], 'vocab_size', None)
+        checks.check_vocab_size(vocab_size, self._padded_vocab_size)
+        self.vocab_size: int | None = vocab_size if vocab_size is not None else self._padded_vocab_size
         self._runner = Runner(self.chunks, models, self.config, self.groups, collection)
         self._limits = Limits.of(models[0], self.config, self.groups, self.vocab_size, len(self.chunks))
         self._accumulation = Accumulation(self._runner)
@@ -211,7 +211,9 @@ class MegatronModel:
 
     def _shard(self, local_size: int) -> VocabShard:
         if local_size not in self._shards:
-            self._shards[local_size] = VocabShard.from_group(local_size, self.groups.tp, self.vocab_size)
+            self._shards[local_size] = checks.vocab_shard(
+                local_size, self.groups.tp, self.vocab_size, self._padded_vocab_size
+            )
         return self._shards[local_size]
 
     def _facts(self) -> dict[str, Any]:

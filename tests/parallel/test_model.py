@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gradients import collect_grads, compare
 from invariance import LENGTH, UNEVEN, Result, even, formula, micro_batches, model_on, reference, samples, train_once
+from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from ranks import device, run_ranks
 from test_invariance import GPT, check
@@ -484,3 +485,61 @@ def _count_collectives():
     module.all_gather_rows = lambda row, group: calls.append(row.shape) or gather(row, group)
     model.forward_backward(inputs=micro_batches(GPT, UNEVEN[1], 0))
     return len(calls)
+
+
+def test_a_tiny_vocabulary_padded_wider_than_itself_is_no_gathered_one():
+    """20 ids in 64 columns on two ranks: the second shard is all padding."""
+    check(dataclasses.replace(GPT, vocab_size=20, pad_vocab_to=32), Layout(tp=2), UNEVEN[1])
+
+
+class _Bigram(torch.nn.Module):
+    """A chunk that is no GPTModel: it returns logits `[b, s, V/tp]` and takes two arguments."""
+
+    def __init__(self, config, columns):
+        super().__init__()
+        self.config, self.model_type = config, ModelType.encoder_or_decoder
+        weights = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        self.table = torch.nn.Parameter(weights[:, columns].clone())
+
+    def set_input_tensor(self, tensor):
+        pass
+
+    def forward(self, input_ids, position_ids):
+        return self.table[input_ids] + 0.01 * position_ids[..., None]
+
+
+@pytest.mark.parametrize('cp', [1, 2])
+def test_a_chunk_that_returns_logits_needs_no_hook(cp):
+    loss, grad = zip(*run_ranks(_bigram, 2 * cp, cp))
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    ids, labels = _bigram_batch()
+    expected = torch.nn.functional.cross_entropy(
+        (table[ids] + 0.01 * torch.arange(8)[..., None]).transpose(1, 2), labels
+    )
+    expected.backward()
+    assert loss == pytest.approx([expected.item()] * (2 * cp), rel=1e-12)
+    for rank in range(2 * cp):
+        torch.testing.assert_close(grad[rank], table.grad[:, 4 * (rank % 2) :][:, :4])
+
+
+def _bigram_batch():
+    ids = torch.randint(0, 8, (3, 8), generator=torch.Generator().manual_seed(1))
+    return ids, ids.roll(-1, 1).masked_fill(torch.arange(8) > 4, -100)
+
+
+def _bigram(cp):
+    from tiny_gpt import transformer_config
+
+    layout = Layout(tp=2, cp=cp)
+    initialize(layout)
+    rank = dist.get_rank() % 2
+    chunk = _Bigram(transformer_config(GPT, layout), slice(4 * rank, 4 * rank + 4)).to(device())
+    for parameter in chunk.parameters():
+        parameter.tensor_model_parallel = True
+    model = MegatronModel(wrap([chunk]))
+    model.set_loss('CrossEntropyLoss')
+    ids, labels = _bigram_batch()
+    out = model.forward_backward(
+        inputs=[{'input_ids': ids[:1], 'labels': labels[:1]}, {'input_ids': ids[1:], 'labels': labels[1:]}]
+    )
+    return out['loss'], chunk.table.main_grad.clone()

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..arguments import reject_unknown
-from ..groups import Groups, group_size
+from ..groups import Groups, group_rank, group_size
 from ..loss.base import TokenLoss
+from ..vocab_parallel import VocabShard
 from . import cpu
 from .optimizer import is_megatron
 from .schedule import is_ddp
@@ -93,6 +94,29 @@ def check_vocab_size(given: int | None, padded: int | None) -> None:
     if not isinstance(given, int) or given < 1 or (padded is not None and given > padded):
         upper = 'the model vocabulary' if padded is None else f"{padded}, the model's padded vocabulary"
         raise ValueError(f'vocab_size must be an int from 1 to {upper}, got {given!r}')
+
+
+def vocab_shard(local_size: int, group: Any, vocab_size: int | None, padded: int | None) -> VocabShard:
+    """This rank's shard for logits of `local_size` columns.
+
+    ValueError for logits that are no equal share of the model's padded vocabulary. Collective over `group` only where the
+    model does not tell its vocabulary size.
+    """
+    if padded is None or vocab_size is None:
+        return VocabShard.from_group(local_size, group, vocab_size)
+    share = padded // group_size(group)
+    if local_size != share:
+        fix = (
+            'run the output layer with gather_output=False (parallel_output=True)'
+            if local_size == padded
+            else ('is its vocab_size that of its output layer?')
+        )
+        raise ValueError(
+            f'logits must hold {share} columns on each rank, an equal share of the {padded} ids of the model, got '
+            f'{local_size}; {fix}'
+        )
+    start = share * group_rank(group)
+    return VocabShard(start, start + share, vocab_size, group)
 
 
 def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..batch import join_context
 from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
+from ..vocab_parallel import labels
 from .forward_step import ForwardStep, device_of
 from .heads import logits_taken
 from .plan import Plan
@@ -184,6 +185,10 @@ class Runner:
 
     def _agree(self, call: ForwardStep, training: bool, sync: bool) -> float:
         """The global loss; or, if any rank failed, gradients zeroed and the same exception on every rank."""
+        try:
+            labels.raise_pending(wait=True)  # a host read follows anyway
+        except ValueError as error:
+            call.error = call.error or error
         owned = call.loss if self.groups.owns_result else torch.zeros((), dtype=torch.float64, device=self.device)
         failed = torch.tensor(float(call.error is not None), dtype=torch.float64, device=self.device)
         table = self.groups.gather_everyone(torch.stack([owned.to(self.device), failed])).sum(0).tolist()

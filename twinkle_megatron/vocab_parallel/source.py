@@ -143,17 +143,6 @@ def _tile_grid(
             yield slice(top, min(top + height, rows)), slice(left, min(left + width, columns))
 
 
-def by_columns(tiles: Iterator[Tile], width: int | None) -> Iterator[Tile]:
-    """The same tiles, cut into equal parts of at most `width` columns; None: as they are."""
-    for tile in tiles:
-        columns = tile.x.shape[1]
-        parts = 1 if width is None else math.ceil(columns / width)
-        step = math.ceil(columns / parts)
-        for left in range(0, columns, step):
-            right = min(left + step, columns)
-            yield Tile(tile.rows, slice(tile.columns.start + left, tile.columns.start + right), tile.x[:, left:right])
-
-
 def row_count(source: Source) -> int:
     """N, the rows of the flat view."""
     return math.prod(source.lead)

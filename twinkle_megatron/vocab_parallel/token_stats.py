@@ -25,7 +25,7 @@ from .kernels import Kernels, select
 from .kernels.eager import accumulate_dtype
 from .labels import check_target, raise_for, raise_pending
 from .shard import VocabShard
-from .source import Source, Tile, as_source, by_columns, row_count
+from .source import Source, Tile, as_source, row_count
 
 
 @dataclass(frozen=True)
@@ -397,7 +397,7 @@ def _sweep(
         column = shard.local_ids(target)
         codes = _label_codes(target, column, ignored, shard.vocab_size, zeros.dtype)
         column, local.label = (source.flatten(x.view(source.lead)) for x in (column, codes))
-    for tile in by_columns(source.tiles(tensors, kernels.max_elements), kernels.max_summed):
+    for tile in source.tiles(tensors, kernels.max_elements):
         flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
         local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
         if column is not None and local.target_logit is not None:

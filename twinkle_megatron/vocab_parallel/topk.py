@@ -86,7 +86,9 @@ class _At(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the names)
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (grad,), (column,) = grad_outputs, ctx.saved_tensors
         out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
         if ctx.shape[-1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable
 from types import FunctionType
@@ -26,21 +27,69 @@ EAGER_ROWS = 1 << 18
 """Elements of a block where a tile has to be done in eager torch: see `_regular`."""
 
 
-MAX_SUMMED = 1 << 13
-"""Inductor's CPU code adds a row up in one long chain per vector lane: 7e-6 off at 150,000 columns, below 1e-6 here."""
+WIDTH = 4096
+"""Columns summed at once. Inductor's CPU code adds a row up in one chain per vector lane, which over 76,000 columns loses
+8e-6 of a sum; over so few it loses 1e-6, and the parts are put together exactly as the shards of the ranks are."""
 
 
 def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
     """As `eager.row_stats`."""
     asked = (entropy, mean, argmax, normalizer)
-    if _regular(x):
+    found = _parts_stats(x, inv_t, asked) if _regular(x) else None
+    if found is None:
+        blocks = [eager.row_stats(x[at], inv_t, *asked) for at in _blocks(x)]
+        return [torch.cat(parts) for parts in zip(*blocks)]
+    return found
+
+
+def _parts_stats(x: Tensor, inv_t: Tensor, asked: tuple[bool, ...]) -> list[Tensor] | None:
+    rows, columns = x.shape
+    width = _width(columns)
+    if columns % width == 0 and x.is_contiguous():  # the parts of a row are rows of a view: one call, memory in order
+        tiles = [x.view(-1, width)]
+    else:
+        tiles = [x[:, left : left + width] for left in range(0, columns, width)]
+    found = []
+    for tile in tiles:
         names = zip(('entropy', 'mean', 'argmax', 'normalizer'), asked)
-        kernel = _kernel(_row_stats, (*(name for name, wanted in names if wanted), *_kind(x)))
-        found = kernel(_alone(x), inv_t, *asked)
-        if found is not None:
-            return found
-    blocks = [eager.row_stats(x[at], inv_t, *asked) for at in _blocks(x)]
-    return [torch.cat(parts) for parts in zip(*blocks)]
+        kernel = _kernel(_row_stats, (*(name for name, wanted in names if wanted), *_kind(tile)))
+        stats = kernel(_alone(tile), inv_t, *asked)
+        if stats is None:
+            return None
+        found.append([stat.view(rows, -1) for stat in stats])
+    if width == columns:
+        return [stat[:, 0] for stat in found[0]]
+    return _join([torch.cat(parts, 1) for parts in zip(*found)], width, asked)
+
+
+def _width(columns: int) -> int:
+    """Of the parts that a row is cut into: equal ones where there are such, else all but the last."""
+    for parts in range(math.ceil(columns / WIDTH), math.ceil(4 * columns / WIDTH) + 1):
+        if columns % parts == 0:
+            return columns // parts
+    return math.ceil(columns / math.ceil(columns / WIDTH))
+
+
+def _join(stats: list[Tensor], width: int, asked: tuple[bool, ...]) -> list[Tensor]:
+    """The statistics `[R]` of whole rows from those of their parts `[R, parts]`."""
+    entropy, mean, argmax, normalizer = asked
+    parts = iter(stats)
+    each = next(parts)
+    m = each.amax(-1)
+    out = [m]
+    if normalizer:
+        s, shift = next(parts), each - torch.where(m == -torch.inf, 0, m)[:, None]
+        weight = shift.exp()
+        out.append((weight * s).sum(-1))
+        if entropy:
+            # an empty part has shift -inf and sums 0
+            out.append(torch.where(s == 0, 0, weight * (next(parts) + s * shift)).sum(-1))
+    if mean:
+        out.append(next(parts).sum(-1))
+    if argmax:
+        best, first = next(parts), eager.first_of(each, m).long()[:, None]
+        out.append((best.gather(1, first) + first * width)[:, 0])
+    return out
 
 
 def row_grad(
@@ -185,7 +234,6 @@ def _kind(x: Tensor) -> tuple[str, ...]:
     return (
         f'{x.dtype}'.removeprefix('torch.'),
         'whole rows' if x.stride(0) == x.shape[1] else 'part of the columns',
-        'wide' if x.shape[1] > 4096 else 'narrow',  # above, Inductor sums in cascades
         *(('inference mode',) if torch.is_inference_mode_enabled() else ()),
     )
 

@@ -23,7 +23,7 @@ def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool,
     y = x.to(accumulate_dtype(x.dtype), copy=True).mul_(inv_t)
     m = y.amax(-1)
     out = [m]
-    best = _first_of(y, m) if argmax else None
+    best = first_of(y, m) if argmax else None
     total = y.sum(-1) if mean else None
     if normalizer:
         y.sub_(torch.where(m == -torch.inf, 0, m)[:, None])
@@ -40,7 +40,8 @@ def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool,
     return out
 
 
-def _first_of(y: Tensor, m: Tensor) -> Tensor:
+def first_of(y: Tensor, m: Tensor) -> Tensor:
+    """Lowest column `[R]` int32 of y `[R, C]` that holds the row maximum m, or NaN where there is one."""
     columns = torch.arange(y.shape[1], device=y.device, dtype=torch.int32)
     hit = (y == m[:, None]) | y.isnan()
     return torch.where(hit, columns, y.shape[1] - 1).amin(-1)

@@ -26,14 +26,12 @@ MIN_COMPILED = 1 << 22
 
 @dataclass(frozen=True)
 class Kernels:
-    """`row_stats` and `row_grad` (see kernels/eager.py) and the tiles they should be given; None: any."""
+    """`row_stats` and `row_grad` (see kernels/eager.py) and the largest tile they should be given; None: any."""
 
     name: str
     row_stats: Callable[..., list[torch.Tensor]]
     row_grad: Callable[..., None]
     max_elements: int | None
-    max_summed: int | None = None
-    """Columns that `row_stats` should sum at once; its error grows with them."""
 
 
 def select(device: torch.device, rows: int, columns: int) -> Kernels:
@@ -61,7 +59,7 @@ def _compiled(device_type: str) -> Kernels | None:
         return None
     from . import compiled
 
-    return Kernels('compiled', compiled.row_stats, compiled.row_grad, None, compiled.MAX_SUMMED)
+    return Kernels('compiled', compiled.row_stats, compiled.row_grad, None)
 
 
 def _no_compiler(device_type: str) -> str | None:
