@@ -153,7 +153,7 @@ class _Nothing(torch.autograd.Function):
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         shape, dtype, device = ctx.like
         return torch.zeros(shape, dtype=dtype, device=device), None
 

@@ -111,10 +111,23 @@ def test_any_layout_gives_the_same_numbers_and_may_be_written_in_place() -> None
 
 
 @needs_compiler
+@pytest.mark.parametrize('columns', [4099, 9000, 20011])  # parts of unequal width, of equal width, many
+def test_wide_rows_are_summed_in_parts_with_nothing_lost(columns: int) -> None:
+    x = tile(9, columns, torch.bfloat16)
+    x[6, : columns // 2] = -torch.inf  # whole parts without a probability
+    x[7, columns // 3] = x[7, -1] = 50
+    assert_same_stats(x, (True, False, True, True))
+    y = torch.rand(9, columns).bfloat16()
+    log_sum = compiled.row_stats(y, torch.tensor(1.0), True, False, True, True)[1].log()
+    expected = (y.double() - y.double().amax(-1, keepdim=True)).logsumexp(-1)
+    torch.testing.assert_close(log_sum.double(), expected, rtol=0, atol=2e-6)
+
+
+@needs_compiler
 def test_numbers_of_rows_and_columns_are_never_compiled_in() -> None:
     compiles = torch._dynamo.utils.counters['stats']
     compiled._kernel.cache_clear()  # so that the first size, with as many rows as columns, is the one compiled for
-    sizes = list(itertools.product((300, 2, 7, 301), (300, 299, 2, 4096)))
+    sizes = list(itertools.product((300, 2, 7, 301), (300, 299, 2, 4096, 9000)))
     for at, (rows, columns) in enumerate(sizes):
         x = torch.randn(rows, columns)
         assert_same_stats(x, (False, False, False, True))

@@ -28,8 +28,8 @@ EAGER_ROWS = 1 << 18
 
 
 WIDTH = 4096
-"""Columns summed at once. Inductor's CPU code adds a row up in one chain per vector lane, which over 76,000 columns loses
-8e-6 of a sum; over so few it loses 1e-6, and the parts are put together exactly as the shards of the ranks are."""
+"""Columns summed at once. Inductor's CPU code adds a row up in one chain per vector lane and so loses 8e-6 of a sum of
+76,000 columns, 1e-6 of one this long. The parts are then put together exactly, as the shards of the ranks are."""
 
 
 def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
@@ -204,7 +204,7 @@ class _Kernel:
         started = time.perf_counter()
         try:
             # equal sizes of this call (rows = columns, say) are a coincidence, not a condition to compile in
-            with shape_config.patch(use_duck_shape=False):
+            with shape_config.patch(use_duck_shape=False):  # pyright: ignore[reportAttributeAccessIssue]
                 result = run(*args)
         except Exception as error:  # any failure of the compiler leaves the eager kernels, which need none
             self._run = None
