@@ -192,6 +192,7 @@ def _trainer(spec, layout, ddp=None, **optimizer):
         params_dtype=spec.dtype,
         **optimizer,
         use_distributed_optimizer=bool((ddp or {}).get('distributed_optimizer')),
+        overlap_param_gather=bool((ddp or {}).get('overlap_param_gather')),
     )
     model = MegatronModel(chunks, get_megatron_optimizer(config, chunks), vocab_size=spec.vocab_size)
     model.set_loss('ChunkedCrossEntropyLoss')
@@ -211,7 +212,15 @@ def _all_ignored(layout):
     return out['loss'], norm, all(map(torch.equal, before, after)), [tuple(x.shape) for x in out['logps']]
 
 
-@pytest.mark.parametrize('ddp', [{}, {'distributed_optimizer': True}], ids=str)
+@pytest.mark.parametrize(
+    'ddp',
+    [
+        {},
+        {'distributed_optimizer': True},
+        {'distributed_optimizer': True, 'overlap': True, 'overlap_param_gather': True},
+    ],
+    ids=str,
+)
 def test_steps_are_the_same_on_every_layout(ddp):
     """Three Adam steps in float32: losses and gradient norms of tp2·pp2 and dp2 are those of one process."""
     spec = dataclasses.replace(GPT, dtype=torch.float32)
