@@ -108,7 +108,7 @@ def test_samples_hold_every_document_and_say_how_many_were_cut(tmp_path):
         for labels in samples.labels:
             decoded += tokenizer.decode(labels[labels != IGNORE].tolist(), skip_special_tokens=False)
     assert all(text + data.END in decoded for text in [*TEXTS, 'a long one, ' * 40])
-    assert '(1 documents were cut)' in dataset.summary
+    assert '(1 document cut into several)' in dataset.summary
     assert f'{len(dataset.train):,} samples' in dataset.summary
 
 
@@ -125,7 +125,7 @@ def test_windows_without_a_response_are_left_out_and_counted(tmp_path):
     dataset = data.load(prepare(write(tmp_path, *[line % i for i in range(4)]), tmp_path, vocab_size=270))
     for samples in (dataset.train, dataset.held_out):
         assert ((samples.labels != IGNORE).sum(axis=1) > 0).all()
-    assert 'more without a token of a response are left out' in dataset.summary
+    assert 'samples without a token of a response left out' in dataset.summary
 
 
 def test_the_same_data_is_prepared_once_and_other_data_or_settings_anew(tmp_path, monkeypatch):

@@ -552,3 +552,20 @@ def _bigram(cp):
         inputs=[{'input_ids': ids[:1], 'labels': labels[:1]}, {'input_ids': ids[1:], 'labels': labels[1:]}]
     )
     return out['loss'], chunk.table.main_grad.clone()
+
+
+def test_a_whole_causal_mask_changes_nothing_where_it_may_be_given():
+    expected = reference(GPT, {})
+    results = run_ranks(_whole_mask, 2)
+    assert compare(results, expected.grads).error < 1e-9
+
+
+def _whole_mask():
+    model = model_on(GPT, Layout(pp=2))
+    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    batches = micro_batches(GPT, even(1, 2), 0)
+    uneven = [dict(batch, attention_mask=mask) for batch in micro_batches(GPT, UNEVEN[1], 0)]
+    with pytest.raises(ValueError, match='neither split'):
+        model.forward_backward(inputs=uneven)
+    model.forward_backward(inputs=[dict(batch, attention_mask=mask) for batch in batches])
+    return collect_grads(model.chunks)

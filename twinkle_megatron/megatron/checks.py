@@ -99,8 +99,8 @@ def check_vocab_size(given: int | None, padded: int | None) -> None:
 def vocab_shard(local_size: int, group: Any, vocab_size: int | None, padded: int | None) -> VocabShard:
     """This rank's shard for logits of `local_size` columns.
 
-    ValueError for logits that are no equal share of the model's padded vocabulary. Collective over `group` only where the
-    model does not tell its vocabulary size.
+    ValueError for logits that are no equal share of the model's padded vocabulary. Collective over `group` only where
+    the model does not tell its vocabulary size.
     """
     if padded is None or vocab_size is None:
         return VocabShard.from_group(local_size, group, vocab_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Limits:
     group_of_micro_batches: int
     pp_size: int
     padding_trains: bool
+    splits_sequences: bool
 
     @classmethod
     def of(cls, model: Any, config: Any, groups: Groups, vocab_size: int | None, chunks: int) -> Limits:
@@ -59,6 +60,7 @@ class Limits:
             else 1,
             pp_size=pp if chunks > 1 else 1,
             padding_trains=experts and auxiliary,
+            splits_sequences=cp > 1,
         )
 
     def legal(self, micro_batches: int) -> int:
@@ -108,7 +110,7 @@ def make_plan(
     items: list[Item] = []
     counted = torch.zeros(2, dtype=torch.float64)
     try:
-        items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels, group_size(groups.cp))
+        items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels)
         counted = _count(items, limits.vocab_size, ignore_index)
     except Exception as caught:  # raised below, on every rank
         error = caught
@@ -148,7 +150,6 @@ def _checked(
     limits: Limits,
     ignore_index: int,
     needs_labels: bool,
-    cp_size: int,
 ) -> list[Item]:
     batches = as_micro_batches(inputs, micro_batch_size)
     extras = split_extra(extra, batches)
@@ -163,7 +164,7 @@ def _checked(
                 f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
                 f'max_sequence_length, got {longest}'
             )
-        if boundaries is not None and cp_size > 1:
+        if boundaries is not None and limits.splits_sequences:
             raise ValueError(
                 f'inputs[{index}] is a packed row, which cannot be split over context parallel ranks here; '
                 'give padded rows [b, s]'
@@ -175,23 +176,28 @@ def _checked(
                 "shapes; set config.variable_seq_lengths=True and moe_token_dispatcher_type='alltoall', or give "
                 'packed rows only'
             )
-        _check_attention(batch, index, limits, cp_size)
+        _check_attention(batch, index, batches, limits)
         if batch.get('labels') is not None:
             batch['labels'] = trained_labels(batch, ignore_index)  # type: ignore[arg-type]
         items.append(Item(batch, own, shape, boundaries, is_padding=False))
     return items
 
 
-def _check_attention(batch: Mapping[str, Any], index: int, limits: Limits, cp_size: int) -> None:
+def _check_attention(
+    batch: Mapping[str, Any], index: int, batches: Sequence[Mapping[str, Any]], limits: Limits
+) -> None:
+    """A whole mask `[b, 1, s, s]` goes to the model as it is, so its micro-batch must not be split or padded."""
     mask = batch.get('attention_mask')
     if mask is None or mask.dim() == 2:
         return
-    s = batch['input_ids'].shape[1]
-    if cp_size > 1 or mask.shape[-2:] != (s, s) or limits.fixed_shapes or s % limits.multiple:
+    shapes = {tuple(other['input_ids'].shape) for other in batches}
+    b, s = batch['input_ids'].shape
+    padded = s % limits.multiple or (limits.fixed_shapes and len(shapes) > 1) or limits.same_shapes_everywhere
+    if limits.splits_sequences or padded or mask.shape[-2:] != (s, s):
         raise ValueError(
-            f"inputs[{index}]['attention_mask'] may be given as [b, 1, s, s] = (.., {s}, {s}) only where sequences are "
-            f'neither split nor padded (CP 1, no SP or PP padding), got {tuple(mask.shape)}; leave it out for '
-            'causal attention'
+            f"inputs[{index}]['attention_mask'] must be [b, s] = {(b, s)}, or [b, 1, s, s] where sequences are "
+            f'neither split (CP) nor padded (SP, or PP with unequal micro-batches), got {tuple(mask.shape)}; leave it out for causal '
+            'attention'
         )
 
 
