@@ -24,7 +24,7 @@ def test_the_run_is_named_after_the_data_and_the_layout():
         ('--lr 0', "argument --lr: must be a number above 0, got '0'"),
         ('--tp 3', '--heads 4 must be a multiple of --tp 3; try --tp 2 or 4'),
         ('--pp 8', '--layers 4 must be a multiple of --pp 8; try --pp 2 or 4'),
-        ('--dp 3', '--micro-batches 4 must be a multiple of --dp 3; try --dp 2 or 4'),
+        ('--dp 3', '--micro-batches 2 must be a multiple of --dp 3; try --dp 1 or 2'),
         ('--heads 3', '--hidden-size 128 must be a multiple of --heads 3; try --heads 2 or 4'),
         ('--hidden-size 12', '--hidden-size 12 / --heads 4 must be even, for rotary embeddings'),
         ('--warmup 1', '--warmup must be a share of the steps below 1, got 1'),

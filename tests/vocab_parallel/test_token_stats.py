@@ -380,3 +380,15 @@ def sweep_and_back(logits, target, shard, **options):
     stats = token_stats(logits, target, shard=shard, **FLAGS, **options)
     outs = [getattr(stats, name) for name in DIFFERENTIABLE]
     return torch.autograd.grad(outs, logits, [torch.ones_like(out) for out in outs])
+
+
+@pytest.mark.parametrize('columns', [[1.0, 1.0000001, 0.0], [1e38, 2e38, 3e38], [-3e38, -2e38, -2.5e38]])
+@pytest.mark.parametrize('temperature', [0.1, 0.7, 1.0, 3.0])
+def test_argmax_does_not_depend_on_the_temperature(columns, temperature):
+    """Scaling rounds neighbours together, and large ones to inf: the largest logit stays the largest."""
+    logits = torch.tensor([columns])
+    for chunk_size in (1, None):
+        best = token_stats(
+            logits, shard=VocabShard(0, 3, 3), argmax=True, entropy=True, temperature=temperature, chunk_size=chunk_size
+        ).argmax
+        assert best.tolist() == [int(logits.argmax())]

@@ -196,8 +196,8 @@ def _check_attention(
     if limits.splits_sequences or padded or mask.shape[-2:] != (s, s):
         raise ValueError(
             f"inputs[{index}]['attention_mask'] must be [b, s] = {(b, s)}, or [b, 1, s, s] where sequences are "
-            f'neither split (CP) nor padded (SP, or PP with unequal micro-batches), got {tuple(mask.shape)}; leave it out for causal '
-            'attention'
+            f'neither split (CP) nor padded (SP, or PP with unequal micro-batches), got {tuple(mask.shape)}; leave it '
+            'out for causal attention'
         )
 
 

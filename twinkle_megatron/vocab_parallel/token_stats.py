@@ -142,7 +142,7 @@ class _TokenStats(torch.autograd.Function):
         inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
         ignored = None if target is None else target == ignore_index
         local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored)
-        whole = combine(all_gather_rows(local.pack(source), shard.group), shard, wanted)
+        whole = combine(all_gather_rows(local.pack(source), shard.group), inv_t, shard, wanted)
 
         log_prob = whole.log_prob
         if target is not None and ignored is not None:
@@ -284,7 +284,8 @@ def _sweep(
         return zeros.clone() if needed else None
 
     local = LocalSums(
-        m=zeros - torch.inf,
+        inv_t=inv_t,
+        top=zeros - torch.inf,
         s=state(wanted.normalizer),
         t=state(wanted.entropy),
         total=state(wanted.mean),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .parts import first_of
+
 LOWEST = -1e4
 """exp() of anything below is exactly 0 in every dtype; bounding the exponent there keeps 0 · -inf out, and NaN in."""
 
@@ -17,13 +19,16 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:
     """Sufficient statistics of each row of y = x · inv_t, x `[R, C]`; tensors `[R]` in the accumulation dtype.
 
-    max m, then as asked: Σ exp(y − m) (normalizer), Σ exp(y − m)·(y − m) (entropy), Σ y (mean), and the lowest column
-    of the maximum (argmax). A row that is all −inf gives m = −inf and zero sums.
+    max x, then as asked, with m = max x · inv_t: Σ exp(y − m) (normalizer), Σ exp(y − m)·(y − m) (entropy), Σ y
+    (mean), and the lowest column of the maximum (argmax). A row that is all −inf gives −inf and zero sums.
+    The maximum is that of x, since scaling can round neighbours together.
     """
-    y = x.to(accumulate_dtype(x.dtype), copy=True).mul_(inv_t)
-    m = y.amax(-1)
-    out = [m]
-    best = first_of(y, m) if argmax else None
+    y = x.to(accumulate_dtype(x.dtype), copy=True)
+    top = y.amax(-1)
+    out = [top]
+    best = first_of(y, top) if argmax else None
+    y.mul_(inv_t)
+    m = top * inv_t
     total = y.sum(-1) if mean else None
     if normalizer:
         y.sub_(torch.where(m == -torch.inf, 0, m)[:, None])
@@ -36,15 +41,8 @@ def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool,
     if total is not None:
         out.append(total)
     if best is not None:
-        out.append(best.to(m.dtype))
+        out.append(best.to(top.dtype))
     return out
-
-
-def first_of(y: Tensor, m: Tensor) -> Tensor:
-    """Lowest column `[R]` int32 of y `[R, C]` that holds the row maximum m, or NaN where there is one."""
-    columns = torch.arange(y.shape[1], device=y.device, dtype=torch.int32)
-    hit = (y == m[:, None]) | y.isnan()
-    return torch.where(hit, columns, y.shape[1] - 1).amin(-1)
 
 
 def row_grad(
