@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import device
 
 from tests.metric.metric_data import VOCAB, MicroBatch, losses, micro_batch
-from tests.parallel.ranks import device
 from twinkle_megatron.groups import Groups, group_rank, group_size
 
 LENGTH = 8

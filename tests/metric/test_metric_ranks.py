@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import DEVICE, RankFailure, device, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.metric.layouts import BATCHES, TOKENS, TOTAL, Collectives, groups_of, share, world_of
 from tests.metric.metric_data import VOCAB, counts, shown
-from tests.parallel.ranks import DEVICE, RankFailure, device, run_ranks
 from twinkle_megatron.groups import Groups, group_rank, group_size
 from twinkle_megatron.metric import MAXIMUM, MINIMUM, SUM, Accuracy, LossMetric, Metric, TrainMetric
 from twinkle_megatron.vocab_parallel import VocabShard, token_stats

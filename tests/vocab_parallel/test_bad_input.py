@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
-from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.probes import counted
 from twinkle_megatron.vocab_parallel import (
     VocabShard,

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
-from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.probes import NewTensors
 from tests.vocab_parallel.reference import DIFFERENTIABLE, gradient, ours, plain, upstream
 from twinkle_megatron.vocab_parallel import VocabShard, cross_entropy, log_probs, log_probs_and_entropy, token_stats

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 
-from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.probes import counted
 from tests.vocab_parallel.reference import (
     DIFFERENTIABLE,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
-from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.probes import NewTensors, PeakMemory
 from tests.vocab_parallel.reference import (
     DIFFERENTIABLE,

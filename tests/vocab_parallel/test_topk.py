@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import run_ranks
 
-from tests.parallel.ranks import run_ranks
 from tests.vocab_parallel.reference import Example, bits
 from twinkle_megatron.groups import group_rank
 from twinkle_megatron.vocab_parallel import VocabShard, argmax, gather, topk
