@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -91,9 +92,13 @@ class _At(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (grad,), (column,) = grad_outputs, ctx.saved_tensors
         out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
-        if ctx.shape[-1]:
-            here = torch.where(column >= 0, grad, 0).to(ctx.dtype)
-            out.scatter_add_(-1, column.clamp_min(0).long(), here)
+        if out.numel():
+            here = torch.where(column >= 0, grad, 0).to(ctx.dtype).reshape(-1)
+            row = torch.arange(math.prod(ctx.shape[:-1]), device=grad.device).repeat_interleave(column.shape[-1])
+            at = row, column.clamp_min(0).long().reshape(-1)
+            out.view(-1, ctx.shape[-1]).index_put_(
+                at, here, accumulate=True
+            )  # scatter_add_ copies half precision whole
         return out, None, None, None
 
 
