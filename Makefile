@@ -11,7 +11,7 @@ help: ## this list
 	@echo
 	@echo 'settings of `make demo`, for example  DATA=my.jsonl STEPS=500 make demo'
 	@echo '  DATA=FILE   JSON lines to train on; default: the language reference of Python'
-	@echo '  STEPS=N     optimizer steps; default: 300'
+	@echo '  STEPS=N     optimizer steps; default: 250'
 	@echo '  TP=N PP=N   tensor and pipeline parallel sizes; default: 2 and 2, so four processes'
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo

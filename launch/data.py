@@ -159,13 +159,21 @@ class _Part:
         return Samples(inputs, np.array([pad(labels, IGNORE) for _, labels in self.rows], dtype=np.int32))
 
     def __str__(self) -> str:
-        text = f'{self.documents:,} documents, {len(self.labels):,} tokens, {len(self.rows):,} samples'
-        left_out = f'; {self.untrained:,} more without a token of a response are left out' if self.untrained else ''
-        return f'{text} ({self.cut:,} documents were cut{left_out})'
+        counts = ((self.documents, 'document'), (len(self.labels), 'token'), (len(self.rows), 'sample'))
+        text = ', '.join(_plural(*count) for count in counts)
+        left_out = f'; {_plural(self.untrained, "sample")} without a token of a response left out'
+        return f'{text} ({_plural(self.cut, "document")} cut into several{left_out if self.untrained else ""})'
+
+
+def _plural(n: int, noun: str) -> str:
+    return f'{n:,} {noun}' if n == 1 else f'{n:,} {noun}s'
 
 
 def _build(documents: list[Document], source: str, vocab_size: int, seq_length: int, folder: Path) -> None:
-    texts = split(documents)
+    try:
+        texts = split(documents)
+    except DataError as e:
+        raise DataError(f'{source}: {e}') from None
     tokenizer = train_tokenizer(texts[0], vocab_size)
     train, held_out = (_Part.of(part, tokenizer, seq_length) for part in texts)
     lines = [f'data      {source}', f'train     {train}', f'held out  {held_out}']

@@ -37,5 +37,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / process
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron overlaps communication in this order
 
 # --standalone: one machine, any free port
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$processes" \
+exec "$PYTHON" -m launch.processes --standalone --nproc-per-node "$processes" \
     -m launch.train "$@" --dataset "$dataset"

@@ -49,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
             ('heads', size, 4, 'attention heads'),
         ],
         'training': [
-            ('steps', size, 300, 'optimizer steps'),
-            ('micro-batch-size', size, 2, 'samples of a micro-batch'),
-            ('micro-batches', size, 4, 'micro-batches of a step, over all of dp'),
+            ('steps', size, 250, 'optimizer steps'),
+            ('micro-batch-size', size, 4, 'samples of a micro-batch'),
+            ('micro-batches', size, 2, 'micro-batches of a step, over all of dp'),
             ('lr', positive, 2e-3, 'highest learning rate, which then falls along a cosine to a tenth'),
             ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
             ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),

@@ -28,8 +28,12 @@ def main() -> None:
     processes = args.tp * args.pp * args.dp
     device = _device(processes)
     where = 'on GPUs with NCCL' if device == 'cuda' else 'on the CPU with gloo'
-    print(data.load(folder).summary, file=sys.stderr)
-    print(f'layout    tp {args.tp} x pp {args.pp} x dp {args.dp}: {processes} processes {where}', file=sys.stderr)
+    lines = [
+        data.load(folder).summary,
+        f'layout    tp {args.tp} x pp {args.pp} x dp {args.dp}: {processes} processes {where}',
+        'start     of the processes: some seconds',
+    ]
+    print('\n'.join(lines), file=sys.stderr)
     print(processes, device, folder)
 
 

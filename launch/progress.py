@@ -53,7 +53,7 @@ class Recorder:
             'step': step,
             'train_loss_nats': values['loss'],
             'token_accuracy': values['accuracy'],
-            'grad_norm': values['grad_norm'],
+            'grad_norm': values.get('grad_norm', 0.0),
             'learning_rate': values['lr'],
             'tokens': int(values['total_tokens']),
             'tokens_per_second': speed,
@@ -62,7 +62,7 @@ class Recorder:
         self._keep(self._train, figures)
         self._say(
             f'{self._at(step)}  loss {values["loss"]:6.3f}  accuracy {values["accuracy"]:5.1%}  '
-            f'grad norm {values["grad_norm"]:6.3f}  lr {values["lr"]:.2e}  {speed:,.0f} tokens/s'
+            f'grad norm {figures["grad_norm"]:6.3f}  lr {values["lr"]:.2e}  {speed:,.0f} tokens/s'
         )
         self._since = time.perf_counter()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -27,6 +28,8 @@ from twinkle_megatron.metric import Accuracy, LossMetric, TrainMetric
 
 def main() -> None:
     args = options.parse()
+    if args.dataset is None:
+        raise SystemExit('start this script by launch/local.sh, which prepares the data first')
     dataset = data.load(args.dataset)
     start_processes(args)
 
@@ -104,4 +107,5 @@ def figures(model: MegatronModel, *, is_training: bool) -> dict[str, float]:
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends every process without a traceback
     main()
