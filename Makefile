@@ -34,7 +34,7 @@ lint: venv ## lint, format and type checks
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
 	@.venv/bin/shellcheck launch/local.sh .ci/run .ci/venv
-	@$(python) -m pyright
+	@$(python) -m pyright --pythonpath $(python)
 
 format: venv ## write the format that lint asks for
 	@$(python) -m ruff check --fix .
