@@ -8,7 +8,7 @@
 #
 # environment:
 #   PYTHON             the interpreter; default: .venv/bin/python of this repository, else python3
-#   OMP_NUM_THREADS    threads of each process; default: the cores, shared equally
+#   OMP_NUM_THREADS    threads of each process; default: 1, which is fastest for small models
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,9 +31,7 @@ done
 plan=$("$PYTHON" -m launch.prepare "$@")
 read -r processes device dataset <<<"$plan"
 [ "$device" = cuda ] || export CUDA_VISIBLE_DEVICES=''
-cores=$(nproc)
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > processes ? cores / processes : 1))}
-
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron overlaps communication in this order
 
 # --standalone: one machine, any free port

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .data_format import InputFeature
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,13 @@ def trained_labels(inputs: InputFeature, ignore_index: int = -100) -> Tensor:
     return labels.masked_fill(mask.to(labels.device) == 0, ignore_index)
 
 
-def as_micro_batches(inputs: Any, micro_batch_size: int | None) -> list[dict[str, Any]]:
+def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: int = -100) -> list[dict[str, Any]]:
     """The micro-batches of one call, each with 2-D tensors `[b, s]` under InputFeature's keys; nothing is copied to a
     GPU.
 
     `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are
-    collated into micro-batches of `micro_batch_size` (default 2), padded at the end. Lists and numpy arrays become
-    tensors.
+    collated into micro-batches of `micro_batch_size` (default 2), padded at the end with labels of `ignore_index`.
+    Lists and numeric numpy arrays become tensors, ids of any integer dtype int64.
     """
     features = [inputs] if isinstance(inputs, Mapping) else inputs
     if (
@@ -73,77 +76,19 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None) -> list[dict[str
         or isinstance(features, str)
         or not all(isinstance(f, Mapping) for f in features)
     ):
-        raise ValueError(f'inputs must be a list of InputFeature dicts, got {_describe(inputs)}')
-    if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        raise ValueError(f'inputs must be a list of InputFeature dicts, got {describe(inputs)}')
+    if micro_batch_size is not None and (not isinstance(micro_batch_size, Integral) or micro_batch_size < 1):
         raise ValueError(f'micro_batch_size must be an int >= 1, got {micro_batch_size!r}')
     batches = [_tensors(feature, index) for index, feature in enumerate(features)]
     dims = {batch['input_ids'].dim() for batch in batches}
     if dims <= {2}:
         return batches
     if dims == {1}:
-        size = micro_batch_size or min(2, len(batches))
-        return [_collate(batches[i : i + size]) for i in range(0, len(batches), size)]
+        size = int(micro_batch_size or min(2, len(batches)))
+        return [_collate(batches[i : i + size], ignore_index) for i in range(0, len(batches), size)]
     raise ValueError(
         'inputs must be all micro-batches (input_ids [b, s]) or all samples (input_ids [s]), got input_ids with '
         f'{sorted(dims)} dims'
-    )
-
-
-def check_micro_batch(batch: Mapping[str, Any], index: int, needs_labels: bool) -> None:
-    """ValueError, naming the micro-batch, unless the shapes and dtypes of its tensors fit. Looks at no values."""
-    where, ids = f'inputs[{index}]', batch['input_ids']
-    for key in ('labels', 'completion_mask', 'position_ids'):
-        value = batch.get(key)
-        if value is not None and value.shape != ids.shape:
-            raise ValueError(
-                f"{where}['{key}'] must have the shape of input_ids, {tuple(ids.shape)}, got {tuple(value.shape)}"
-            )
-    if needs_labels and batch.get('labels') is None:
-        raise ValueError(
-            f"{where} has no 'labels' (ids already shifted by one, -100 where ignored), got the keys {sorted(batch)}"
-        )
-    for key in ('input_ids', 'labels'):
-        value = batch.get(key)
-        if value is not None and (value.dtype.is_floating_point or value.dtype == torch.bool):
-            raise ValueError(f"{where}['{key}'] must hold integer ids, got {value.dtype}")
-    mask = batch.get('attention_mask')
-    if mask is not None and mask.dim() != 4 and mask.shape != ids.shape:
-        raise ValueError(
-            f"{where}['attention_mask'] must be [b, s] = {tuple(ids.shape)} with 1 for tokens and 0 for padding, or "
-            f'absent (causal), got {tuple(mask.shape)}'
-        )
-
-
-def value_faults(batch: Mapping[str, Any], vocab_size: int | None, ignore_index: int) -> dict[str, Tensor]:
-    """How many values of each key are wrong: ids out of the vocabulary, tokens after padding. No host sync on a GPU."""
-    faults = {}
-    for key in ('input_ids', 'labels'):
-        value = batch.get(key)
-        if value is not None and vocab_size is not None:
-            outside = (value < 0) | (value >= vocab_size)
-            faults[key] = (outside if key == 'input_ids' else outside & (value != ignore_index)).sum()
-    mask = batch.get('attention_mask')
-    if mask is not None and mask.dim() == 2:
-        faults['attention_mask'] = (mask[:, 1:].int() > mask[:, :-1].int()).sum()
-    return faults
-
-
-def explain_fault(
-    key: str, batch: Mapping[str, Any], index: int, vocab_size: int | None, ignore_index: int
-) -> ValueError:
-    """The error for a key in which `value_faults` found something."""
-    where = f"inputs[{index}]['{key}']"
-    if key == 'attention_mask':
-        return ValueError(
-            f"{where} must mask trailing padding only: Megatron's causal attention does not see left or inner padding; "
-            'move the padding to the end of each row, or pack the rows'
-        )
-    value = batch[key]
-    bad = value[((value < 0) | (value >= vocab_size)) & ((key == 'input_ids') | (value != ignore_index))]
-    also = '' if key == 'input_ids' else f' or ignore_index {ignore_index}'
-    return ValueError(
-        f'{where} must hold ids in [0, {vocab_size}){also}, got {bad[:3].tolist()} ({bad.numel()} in all); does the '
-        'tokenizer belong to this model?'
     )
 
 
@@ -211,29 +156,49 @@ def sequence_boundaries(batch: Mapping[str, Any]) -> Tensor | None:
         return flat
     if positions is None:
         return None
-    restarts = (positions[:, 1:] == 0).any() if positions.shape[1] > 1 else False
-    if not restarts or ids.shape[0] != 1:
+    begins = positions == 0
+    mask = batch.get('attention_mask')
+    if mask is not None and mask.shape == ids.shape:
+        begins = begins & (mask != 0)  # padding often has position 0
+    if ids.shape[0] != 1:
+        if (begins[:, 1:-1] & (positions[:, 2:] == 1)).any():
+            raise ValueError(
+                f'position_ids restart at 0 inside a row, as in a packed row, but there are {ids.shape[0]} rows; make '
+                'each packed row a micro-batch [1, T] of its own'
+            )
         return None
-    starts = (positions[0] == 0).nonzero()[:, 0].to(torch.int32)
+    if not begins[:, 1:].any():
+        return None
+    starts = begins[0].nonzero()[:, 0].to(torch.int32)
     if starts[0] != 0:
-        raise ValueError('position_ids of a packed row must start at 0')
+        raise ValueError(f'position_ids of a packed row must start at 0, got {int(positions[0, 0])} first')
     return torch.cat([starts, torch.tensor([ids.shape[1]], dtype=torch.int32, device=starts.device)])
 
 
 def _tensors(feature: Mapping[str, Any], index: int) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in feature.items():
-        numeric = isinstance(value, np.ndarray) or (
-            isinstance(value, (list, tuple)) and key in InputFeature.__annotations__
-        )
-        out[key] = torch.as_tensor(value) if numeric else value
+    out = {key: _plain(key, value, f"inputs[{index}]['{key}']") for key, value in feature.items()}
     ids = out.get('input_ids')
     if not isinstance(ids, Tensor) or ids.dim() not in (1, 2):
-        raise ValueError(f"inputs[{index}]['input_ids'] must be [b, s], or [s] for one sample, got {_describe(ids)}")
+        raise ValueError(f"inputs[{index}]['input_ids'] must be [b, s], or [s] for one sample, got {describe(ids)}")
     return out
 
 
-def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def _plain(key: str, value: Any, where: str) -> Any:
+    """Numbers as a tensor that autograd takes, ids as int64; anything else as it is."""
+    listed = isinstance(value, (list, tuple)) and key in InputFeature.__annotations__
+    if listed or (isinstance(value, np.ndarray) and value.dtype.kind in 'biuf'):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'{where} must be a tensor, or numbers in equally long lists: {error}') from error
+    if not isinstance(value, Tensor):
+        return value
+    if key in ('input_ids', 'labels', 'position_ids') and value.dtype in _INTEGERS:
+        value = value.long()
+    return value.clone() if value.is_inference() else value
+
+
+def _collate(samples: list[dict[str, Any]], ignore_index: int) -> dict[str, Any]:
     """Samples `[s_i]` as one micro-batch `[b, max s_i]`; other values become lists."""
     lengths = [sample['input_ids'].shape[0] for sample in samples]
     keys = list(samples[0])
@@ -243,11 +208,13 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     for key in keys:
         values = [sample[key] for sample in samples]
         if all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths)):
-            fill = -100 if key == 'labels' else 0
+            fill = ignore_index if key == 'labels' else 0
             out[key] = torch.cat([_grow(v[None], 1, max(lengths), fill) for v in values])
-        elif key in ('labels', 'completion_mask', 'position_ids'):
-            shapes = [tuple(v.shape) for v in values]
-            raise ValueError(f"'{key}' of each sample must have the length of its input_ids, {lengths}, got {shapes}")
+        elif key in ('labels', 'completion_mask', 'position_ids', 'attention_mask'):
+            got = ', '.join(describe(v) for v in values)
+            raise ValueError(f"'{key}' of each sample must have the length of its input_ids, {lengths}, got {got}")
+        elif key == 'cu_seqlens':
+            raise ValueError("a packed row must be 2-D, [1, T], beside its 'cu_seqlens', got input_ids [T]")
         else:
             out[key] = values
     if 'attention_mask' not in out:
@@ -262,7 +229,8 @@ def _grow(value: Tensor, rows: int, length: int, fill: int) -> Tensor:
     return out
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """What a caller gave, for an error message."""
     if isinstance(value, Tensor):
         return f'a tensor of shape {tuple(value.shape)}'
     if isinstance(value, list) and value:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -84,7 +86,7 @@ class Evaluation:
         `tokens` and `micro_batches` are those of the global batch. Feeds the metrics too.
         """
         features = cast(InputFeature, inputs)
-        batch = TokenBatch.of(features, self.ignore_index, tokens)
+        batch = TokenBatch.of(features, self.ignore_index, max(tokens, 1))
         assert seen.stats.log_prob is not None
         outputs = ModelOutput(token_stats=seen.stats, logps=seen.stats.log_prob, vocab_shard=seen.shard)
         if seen.stats.entropy is not None:
@@ -94,25 +96,50 @@ class Evaluation:
             share = self.loss.contribution(batch, seen.stats)
         else:
             outputs['logits'] = seen.logits
-            share = self._foreign(self.loss(features, outputs, **extra), tokens, micro_batches)
+            share = self._foreign(features, outputs, extra, tokens, micro_batches)
         self._feed(features, outputs, share, batch, tokens)
         return share
 
-    def _foreign(self, result: Any, tokens: int, micro_batches: int) -> Tensor:
-        """A custom loss's result as a summand: a sum over tokens is divided by the global count, a mean weighs the
-        same for every micro-batch."""
+    def _foreign(
+        self,
+        inputs: InputFeature,
+        outputs: ModelOutput,
+        extra: Mapping[str, Any],
+        tokens: int,
+        micro_batches: int,
+    ) -> Tensor:
+        """A custom loss as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
+        every micro-batch."""
+        logits = outputs.get('logits')
+        assert logits is not None
+        trains = logits.requires_grad and torch.is_grad_enabled()
+        version = logits._version if trains else 0
+        result = self.loss(inputs, outputs, **extra)
         loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
             raise ValueError(
-                f"a loss must return a scalar tensor or {{'loss': scalar tensor, 'num_tokens': n}}, got {got}"
+                "a loss must return a scalar tensor of floats, or {'loss': such a tensor, 'num_tokens': n}, got "
+                f'{_described(result)}'
             )
-        weight = tokens if int(count) > 0 else micro_batches * group_size(self._groups.cp)
+        if trains and logits._version != version:
+            raise ValueError(
+                "a loss must not write to outputs['logits'], from which gradients are computed; work on a new tensor, "
+                'as in logits / temperature'
+            )
+        if trains and not loss.requires_grad and loss.item() != 0:
+            raise ValueError(
+                f'a loss must depend on the logits or logps in a way that autograd sees, got the constant '
+                f'{loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
+            )
+        weight = tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
         return loss.reshape(()) / max(weight, 1)
 
     def _feed(self, inputs: InputFeature, outputs: ModelOutput, share: Tensor, batch: TokenBatch, tokens: int) -> None:
         if not self._metrics:
             return
+        if self.ignore_index != -100:  # what metrics know as ignored
+            labels = batch.labels.masked_fill(batch.labels == self.ignore_index, -100)
+            inputs = cast(InputFeature, {**inputs, 'labels': labels})
         told = _detached(outputs)
         told['loss'], told['num_tokens'] = share.detach().double() * tokens, batch.count
         for metric, facts in self._metrics:
@@ -130,6 +157,27 @@ def _accepted(metric: Metric, facts: Mapping[str, Any]) -> dict[str, Any]:
         return dict(facts)
     names = {p.name for p in parameters}
     return {name: value for name, value in facts.items() if name in names}
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, Tensor):
+        return f'a tensor of shape {tuple(result.shape)} and {result.dtype}'
+    if isinstance(result, Mapping):
+        return f'{{{", ".join(f"{key!r}: {_described(value)}" for key, value in result.items())}}}'
+    return type(result).__name__
+
+
+def _is_sum(num_tokens: Any) -> bool:
+    """Whether a loss is a sum over tokens: its `num_tokens` is above 0."""
+    single = isinstance(num_tokens, Tensor) and num_tokens.numel() == 1
+    given = num_tokens.item() if single else num_tokens
+    count = float(given) if isinstance(given, Real) else math.nan
+    if not count >= 0:
+        got = given if isinstance(given, Real) else _described(num_tokens)
+        raise ValueError(
+            f"a loss's num_tokens must be one number: the tokens it is summed over, or 0 for a mean, got {got}"
+        )
+    return count > 0
 
 
 def _detached(outputs: ModelOutput) -> ModelOutput:

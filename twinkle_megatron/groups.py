@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import sys
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,18 @@ def tensor_parallel_group() -> ProcessGroup | None:
     if ps is None or not ps.model_parallel_is_initialized():
         return None
     return ps.get_tensor_model_parallel_group()
+
+
+def check_megatron_groups() -> None:
+    """ValueError where Megatron has no global groups, which its schedule and layers read unless they are given a
+    `ProcessGroupCollection`."""
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        raise ValueError(
+            'no model-parallel groups: call megatron.core.parallel_state.initialize_model_parallel(...) first, or pass '
+            'a ProcessGroupCollection as groups'
+        )
 
 
 def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
@@ -84,14 +97,10 @@ class Groups:
                     'was it made by ProcessGroupCollection.use_mpu_process_groups()?'
                 )
             return cls(**{f.name: getattr(pg_collection, f.name) for f in fields(cls)})
+        check_megatron_groups()
         from megatron.core import parallel_state
 
         ps: Any = parallel_state  # its getters are annotated as if a group could be an int
-        if not ps.model_parallel_is_initialized():
-            raise ValueError(
-                'no model-parallel groups: call megatron.core.parallel_state.initialize_model_parallel(...) first, '
-                'or pass groups=Groups(tp=..., cp=..., pp=..., dp=..., dp_cp=...)'
-            )
         return cls(
             tp=ps.get_tensor_model_parallel_group(),
             cp=ps.get_context_parallel_group(),
@@ -155,15 +164,28 @@ def raise_together(groups: Groups, error: Exception | None) -> None:
     """Raises on every rank of the layout if it is called with an error on one; the message names the first such rank.
 
     Every rank calls it, with its own error or None. The exception is of the type of that error where it is a builtin
-    one, else a RuntimeError. One collective; another one, of pickled messages, only after an error.
+    one that can be made from a message, else a RuntimeError. One collective; another one, of pickled messages, only
+    after an error.
     """
     flags = groups.gather_everyone(torch.tensor([float(error is not None)]))
     if not flags.any():
         return
-    mine = None if error is None else (type(error).__name__, str(error))
+    mine = None if error is None else (type(error).__name__, _text(error))
     reports = groups.gather_objects((dist.get_rank() if dist.is_initialized() else 0, mine))
     rank, (name, message) = next((rank, report) for rank, report in reports if report is not None)
+    raise _alike(name, message, f'on rank {rank}') from error
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as broken:  # the other ranks wait for this message: there has to be one
+        return f'(its message cannot be read: {type(broken).__name__})'
+
+
+def _alike(name: str, message: str, where: str) -> Exception:
     kind = getattr(builtins, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        kind, message = RuntimeError, f'{name}: {message}'
-    raise kind(f'on rank {rank}: {message}') from error
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        with contextlib.suppress(TypeError):  # UnicodeDecodeError and the like take more than a message
+            return kind(f'{where}: {message}')
+    return RuntimeError(f'{where}: {name}: {message}')

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ import torch
 from . import loss as losses
 from .arguments import reject_unknown
 from .evaluation import Evaluation
-from .groups import Groups
+from .groups import Groups, check_megatron_groups
 from .megatron import checks
 from .megatron.accumulation import Accumulation
-from .megatron.optimizer import learning_rate, step_optimizer
-from .megatron.plan import Limits, make_plan
+from .megatron.heads import check_no_hook
+from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
+from .megatron.plan import Limits, Plan, make_plan
 from .megatron.schedule import Outcome, Runner
 from .metric import Metric, build_metric
 from .vocab_parallel import VocabShard
@@ -31,7 +33,7 @@ class MegatronModel:
             DistributedDataParallel, or bare where there is no DP, CP, PP and SP.
         optimizer: Megatron's (`get_megatron_optimizer`); a torch optimizer for bare chunks. None: no training steps.
         scheduler: `step(increment)` or `step()` is called after each optimizer step; one increment is one step.
-        groups: `Groups` or a `ProcessGroupCollection`; None: Megatron's global groups.
+        groups: a `ProcessGroupCollection`; None: Megatron's global groups, as is `Groups` made from them.
         vocab_size: true vocabulary size, if the model's is padded. Ids at or past it take no probability.
 
     Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same
@@ -51,13 +53,15 @@ class MegatronModel:
         self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
         collection = None if groups is None or isinstance(groups, Groups) else groups
+        if isinstance(groups, Groups):
+            check_megatron_groups()
         self.groups = groups if isinstance(groups, Groups) else Groups.from_megatron(collection)
         models, self.config = checks.unwrap(self.chunks)
         checks.check_chunks(self.chunks, models, self.config, self.groups, optimizer)
         self._padded_vocab_size: int | None = getattr(models[0], 'vocab_size', None)
         checks.check_vocab_size(vocab_size, self._padded_vocab_size)
         self.vocab_size: int | None = vocab_size if vocab_size is not None else self._padded_vocab_size
-        self._runner = Runner(self.chunks, models, self.config, self.groups, collection)
+        self._runner = Runner(self.chunks, models, self.config, self.groups, collection, loss_scaling(optimizer))
         self._limits = Limits.of(models[0], self.config, self.groups, self.vocab_size, len(self.chunks))
         self._accumulation = Accumulation(self._runner)
         self._loss: Callable[..., Any] | None = None
@@ -127,21 +131,29 @@ class MegatronModel:
         accumulate the mean over all their tokens. A global batch without trained tokens gives 0.0 and no gradient.
 
         An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
-        gradient.
+        gradient, of earlier calls neither.
         """
-        return self._run(inputs, micro_batch_size, extra, training=True, sync=finalize)
+        checks.check_grad_mode()
+        evaluation = self._evaluation(extra, training=True)
+        with self._accumulation.dropped_on_error():
+            plan = self._plan(inputs, micro_batch_size, extra, evaluation)
+            if plan.tokens == 0:
+                if finalize:
+                    self._accumulation.ready()  # what earlier calls have left
+                return self._nothing(plan)
+            with self._accumulation.adding(plan.tokens, finalize) as scale:
+                outcome = self._runner.run(plan, evaluation, training=True, scale=scale, sync=finalize)
+        return self._result(outcome)
 
     @torch.no_grad()
     def forward_only(self, inputs: Any, micro_batch_size: int | None = None, **extra: Any) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
-        modes = [chunk.training for chunk in self.chunks]
-        for chunk in self.chunks:
-            chunk.eval()
-        try:
-            return self._run(inputs, micro_batch_size, extra, training=False, sync=False)
-        finally:
-            for chunk, mode in zip(self.chunks, modes):
-                chunk.train(mode)
+        evaluation = self._evaluation(extra, training=False)
+        plan = self._plan(inputs, micro_batch_size, extra, evaluation)
+        if not plan.items:
+            return self._nothing(plan)
+        with _eval_mode(self.chunks):
+            return self._result(self._runner.run(plan, evaluation, training=False, scale=1.0, sync=False))
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes
@@ -183,27 +195,31 @@ class MegatronModel:
         }
 
     def metric_values(self, is_training: bool = True) -> dict[str, float]:
-        """The same as floats, for loggers, without a reset."""
-        return {key: value for metric in self._metrics[is_training] for key, value in metric.values().items()}
+        """The same as floats, for loggers, without a reset, of those metrics that have `values`."""
+        metrics = [metric for metric in self._metrics[is_training] if hasattr(metric, 'values')]
+        return {key: value for metric in metrics for key, value in metric.values().items()}
 
-    def _run(
-        self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], training: bool, sync: bool
-    ) -> dict[str, Any]:
+    def _evaluation(self, extra: dict[str, Any], training: bool) -> Evaluation:
         if self._loss is None:
             raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
         checks.check_extra(self._loss, extra)
-        evaluation = Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
-        plan = make_plan(
-            inputs, micro_batch_size, extra, self.groups, self._limits, evaluation.ignore_index, needs_labels=True
+        return Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
+
+    def _plan(self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], evaluation: Evaluation) -> Plan:
+        return make_plan(
+            inputs,
+            micro_batch_size,
+            extra,
+            self.groups,
+            self._limits,
+            evaluation.ignore_index,
+            needs_labels=True,
+            check=lambda: check_no_hook(self._runner.models),
         )
-        if not plan.items or (training and plan.tokens == 0):
-            zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
-            return self._result(Outcome(0.0, zeros if self.groups.is_last_stage else []))
-        if not training:
-            return self._result(self._runner.run(plan, evaluation, training=False, scale=1.0, sync=False))
-        with self._accumulation.adding(plan.tokens, sync) as scale:
-            outcome = self._runner.run(plan, evaluation, training=True, scale=scale, sync=sync)
-        return self._result(outcome)
+
+    def _nothing(self, plan: Plan) -> dict[str, Any]:
+        zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
+        return self._result(Outcome(0.0, zeros if self.groups.is_last_stage else []))
 
     @staticmethod
     def _result(outcome: Outcome) -> dict[str, Any]:
@@ -223,6 +239,19 @@ class MegatronModel:
         if self._grad_norm is not None:
             facts['grad_norm'] = self._grad_norm
         return facts
+
+
+@contextmanager
+def _eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
+    """Every module in eval mode, and afterwards in the mode it was in: some may be frozen in eval mode."""
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 __all__: Sequence[str] = ['MegatronModel']

@@ -29,16 +29,21 @@ class Accumulation:
         self._runner.zero_gradients()
 
     @contextmanager
-    def adding(self, tokens: int, sync: bool) -> Iterator[float]:
-        """Around one call: yields the scale of its gradient. After an exception nothing is accumulated any more."""
-        self._reopen()
-        first = self._first or float(tokens)
-        weight = float(tokens) if self._runner.per_token else tokens / first
+    def dropped_on_error(self) -> Iterator[None]:
+        """Around one call: after an exception nothing is accumulated any more, of earlier calls neither."""
         try:
-            yield weight
+            yield
         except BaseException:
             self.reset()
             raise
+
+    @contextmanager
+    def adding(self, tokens: int, sync: bool) -> Iterator[float]:
+        """Around the schedule of one call: yields the scale of its gradient."""
+        self._reopen()
+        first = self._first or float(tokens)
+        weight = float(tokens) if self._runner.per_token else tokens / first
+        yield weight
         self._first = first
         self._weight += weight
         if sync:

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..arguments import reject_unknown
 from ..groups import Groups, group_rank, group_size
 from ..loss.base import TokenLoss
@@ -131,6 +133,15 @@ def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any]) -> None:
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         name = getattr(loss, '__name__', type(loss).__name__)
         reject_unknown(extra, [p.name for p in parameters[2:]], f'the loss {name}')
+
+
+def check_grad_mode() -> None:
+    """ValueError where autograd records nothing."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise ValueError(
+            'forward_backward must not be called under torch.no_grad() or torch.inference_mode(), which leave no '
+            'gradient; use forward_only to evaluate'
+        )
 
 
 def step_scheduler(scheduler: Any) -> None:

@@ -42,6 +42,7 @@ class ForwardStep:
         self.loss = torch.zeros((), dtype=torch.float64, device=self._device)
         self.logps: list[Tensor] = []
         self._seen: Seen | None = None
+        self._swept = False
 
     def is_hooked(self, model: Any) -> bool:
         return self._groups.is_last_stage and has_loss_hook(model)
@@ -51,21 +52,31 @@ class ForwardStep:
         item, groups = next(items), self._groups
         batch = self._on_device(_with_positions(item, self._model))
         local = split_context(batch, group_size(groups.cp), group_rank(groups.cp))
-        self._seen = None
+        self._seen, self._swept = None, False
         output = chunk(**self._arguments(item, local))
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
 
     def on_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`."""
-        return self._guarded(lambda: self._cross_entropy(logits, labels), logits, tuple(labels.shape))
+        seen = self._sweep(logits, labels)
+        if self.error is not None or seen is None:
+            return nothing(logits, tuple(labels.shape))
+        assert seen.stats.log_prob is not None
+        return -seen.stats.log_prob
 
-    def _cross_entropy(self, logits: Tensor, labels: Tensor) -> Tensor:
-        self._seen = self._evaluation.sweep(logits, labels)
-        assert self._seen.stats.log_prob is not None
-        return -self._seen.stats.log_prob
+    def _sweep(self, logits: Tensor, labels: Tensor) -> Seen | None:
+        """Also after an error on this rank: the other TP ranks, which may have had none, wait in its collective."""
+        self._swept = True
+        self._seen = None
+        try:
+            self._seen = self._evaluation.sweep(logits, labels)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = self.error or error
+        return self._seen
 
     def _loss(self, item: Item, local: dict[str, Any], output: Tensor) -> tuple[Any, ...]:
-        share = self._guarded(lambda: self._share(item, local, output), output, ())
+        share = nothing(output) if item.is_padding else self._share(item, local, output)
+        self._seen = None  # lets go of the logits before the backward pass
         if not share.requires_grad and output.requires_grad:
             share = share + nothing(output)  # a loss that is a constant still has to enter the backward pass
         self.loss += share.detach().double()
@@ -77,23 +88,18 @@ class ForwardStep:
         return scaled, report
 
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
-        if self.error is not None or item.is_padding:
+        """This micro-batch's summand of the loss, or a zero without gradient once something has failed."""
+        seen = self._seen if self._swept else self._sweep(output, local['labels'])
+        if self.error is not None or seen is None:
             return nothing(output)
-        seen = self._seen or self._evaluation.sweep(output, local['labels'])
+        try:
+            share = self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = error
+            return nothing(seen.logits)  # the loss may have spoilt what the sweep saved for backward
         assert seen.stats.log_prob is not None
-        share = self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
         self.logps.append(seen.stats.log_prob.detach())
         return share
-
-    def _guarded(self, compute: Callable[[], Tensor], source: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The value of `compute`, or zeros without gradient once it has failed: raised after the schedule, on every
-        rank."""
-        if self.error is None:
-            try:
-                return compute()
-            except Exception as error:
-                self.error = error
-        return nothing(source, shape)
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}

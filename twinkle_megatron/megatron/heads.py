@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,14 @@ def has_loss_hook(model: Any) -> bool:
     return callable(getattr(model, 'compute_language_model_loss', None)) and bool(getattr(model, 'post_process', True))
 
 
+def check_no_hook(models: Iterable[Any]) -> None:
+    """ValueError for a chunk whose head is hooked already."""
+    if any('compute_language_model_loss' in vars(model) for model in models):
+        raise ValueError(
+            'the model already has a compute_language_model_loss of its own set on the instance; remove it first'
+        )
+
+
 @contextmanager
 def logits_taken(model: Any, on_logits: OnLogits) -> Iterator[None]:
     """While open, the chunk hands its logits to `on_logits` instead of Megatron's cross entropy.
@@ -29,10 +37,7 @@ def logits_taken(model: Any, on_logits: OnLogits) -> Iterator[None]:
     def compute_language_model_loss(labels: Tensor, logits: Tensor) -> Tensor:
         return on_logits(logits.transpose(0, 1), labels)  # Megatron's are [s, b, V/tp]
 
-    if 'compute_language_model_loss' in vars(model):
-        raise ValueError(
-            'the model already has a compute_language_model_loss of its own set on the instance; remove it first'
-        )
+    check_no_hook([model])
     model.compute_language_model_loss = compute_language_model_loss
     try:
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ from ..groups import Groups, group_device, group_rank, group_size
 def is_megatron(optimizer: Any) -> bool:
     """Whether this is one of Megatron's optimizers, which hold their own master weights and gradient norms."""
     return callable(getattr(optimizer, 'prepare_grads', None))
+
+
+def loss_scaling(optimizer: Any) -> Callable[[Tensor], Tensor] | None:
+    """How to multiply the loss for an optimizer that divides gradients by a loss scale; None for one that does not."""
+    parts = getattr(optimizer, 'chained_optimizers', None) or [optimizer]
+    return optimizer.scale_loss if any(getattr(part, 'grad_scaler', None) is not None for part in parts) else None
 
 
 def learning_rate(optimizer: Any) -> float | list[float]:

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..batch import (
-    as_micro_batches,
-    check_micro_batch,
-    explain_fault,
-    pad_micro_batch,
-    sequence_boundaries,
-    split_extra,
-    trained_labels,
-    value_faults,
-)
+from ..batch import as_micro_batches, pad_micro_batch, sequence_boundaries, split_extra, trained_labels
+from ..batch_checks import check_micro_batch, explain_fault, value_faults
 from ..groups import Groups, group_rank, group_size, raise_together
 
 
@@ -100,8 +92,9 @@ def make_plan(
     limits: Limits,
     ignore_index: int,
     needs_labels: bool,
+    check: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """Checks the data, counts, and pads what has to be padded.
+    """Checks the data, counts, and pads what has to be padded. `check` is what else may be wrong on this rank alone.
 
     Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of
     its own. Then all ranks raise together.
@@ -110,8 +103,9 @@ def make_plan(
     items: list[Item] = []
     counted = torch.zeros(2, dtype=torch.float64)
     try:
+        check()
         items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels)
-        counted = _count(items, limits.vocab_size, ignore_index)
+        counted = _count(items, limits, ignore_index)
     except Exception as caught:  # raised below, on every rank
         error = caught
     rows = max((item.shape[0] for item in items), default=0)
@@ -119,7 +113,7 @@ def make_plan(
     known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
     table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
     if any(row[0] or row[6] for row in table):
-        raise_together(groups, error or _first_fault(items, limits.vocab_size, ignore_index))
+        raise_together(groups, error or _first_fault(items, limits, ignore_index))
     replicas: dict[float, list[float]] = {}
     for row in table:
         if replicas.setdefault(row[1], row[2:6]) != row[2:6]:
@@ -151,7 +145,7 @@ def _checked(
     ignore_index: int,
     needs_labels: bool,
 ) -> list[Item]:
-    batches = as_micro_batches(inputs, micro_batch_size)
+    batches = as_micro_batches(inputs, micro_batch_size, ignore_index)
     extras = split_extra(extra, batches)
     items = []
     for index, (batch, own) in enumerate(zip(batches, extras)):
@@ -201,19 +195,23 @@ def _check_attention(
         )
 
 
-def _count(items: list[Item], vocab_size: int | None, ignore_index: int) -> Tensor:
+def _count(items: list[Item], limits: Limits, ignore_index: int) -> Tensor:
     """Trained tokens and wrong values of these micro-batches, float64 `[2]`, on their device: no host sync."""
     tokens = [(item.batch['labels'] != ignore_index).sum() for item in items if item.batch.get('labels') is not None]
-    faults = [n for item in items for n in value_faults(item.batch, vocab_size, ignore_index).values()]
+    faults = [n for item in items for n in _faults(item, limits, ignore_index).values()]
     zero = torch.zeros((), dtype=torch.int64, device=items[0].batch['input_ids'].device if items else 'cpu')
     return torch.stack([sum(tokens, start=zero), sum(faults, start=zero)]).double()
 
 
-def _first_fault(items: list[Item], vocab_size: int | None, ignore_index: int) -> Exception | None:
+def _faults(item: Item, limits: Limits, ignore_index: int) -> dict[str, Tensor]:
+    return value_faults(item.batch, limits.vocab_size, ignore_index, limits.max_length)
+
+
+def _first_fault(items: list[Item], limits: Limits, ignore_index: int) -> Exception | None:
     for index, item in enumerate(items):
-        for key, count in value_faults(item.batch, vocab_size, ignore_index).items():
+        for key, count in _faults(item, limits, ignore_index).items():
             if count:
-                return explain_fault(key, item.batch, index, vocab_size, ignore_index)
+                return explain_fault(key, item.batch, index, limits.vocab_size, ignore_index, limits.max_length)
     return None
 
 
@@ -225,7 +223,8 @@ def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limit
     out = []
     for item in items:
         b, s = (rows, length) if fixed else item.shape
-        out.append(item._replace(batch=pad_micro_batch(item.batch, b, up(s), ignore_index)))
+        # Megatron's layers take no micro-batch without a token
+        out.append(item._replace(batch=pad_micro_batch(item.batch, max(b, 1), up(max(s, 1)), ignore_index)))
     b, s = (rows, length) if fixed else (1, 1)
     blank = torch.zeros(max(b, 1), up(max(s, 1)), dtype=torch.long)
     empty = {'input_ids': blank, 'labels': torch.full_like(blank, ignore_index)}

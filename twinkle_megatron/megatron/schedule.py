@@ -45,6 +45,7 @@ class Runner:
         config: the chunks' TransformerConfig; some fields are replaced while a schedule runs.
         groups: process groups of this rank.
         pg_collection: passed on to Megatron where its global state is not used.
+        scale_loss: the optimizer's loss scaling, taken where the config has no `grad_scale_func`.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class Runner:
         config: Any,
         groups: Groups,
         pg_collection: Any = None,
+        scale_loss: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self.chunks, self.models, self.config, self.groups = list(chunks), list(models), config, groups
-        self._collection = pg_collection
+        self._collection, self._scale_loss = pg_collection, scale_loss
         self._finalize: Callable[[], None] | None = None
         self.device = device_of(self.models[0])
 
@@ -138,6 +140,8 @@ class Runner:
             self._finalize = lambda: own_finalize(model, None, **kwargs)
 
         changes: dict[str, Any] = {'finalize_model_grads_func': put_off if self.reduces else None}
+        if self.config.grad_scale_func is None:
+            changes['grad_scale_func'] = self._scale_loss
         overlapped = any(getattr(getattr(c, 'ddp_config', None), 'overlap_grad_reduce', False) for c in self.chunks)
         if not sync:
             changes.update(no_sync_func=None, grad_sync_func=None)
