@@ -72,7 +72,12 @@ class MegatronModel:
 
     def set_loss(self, loss: Any, **init: Any) -> None:
         """Sets the loss: a class of this package (made with `init`), its name, an instance, or any callable
-        `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`."""
+        `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`.
+
+        A callable gets this rank's labels in `inputs`, and in `outputs` the `logits` shard, its `vocab_shard` and
+        `logps`. Its attributes `needs` (names of `TokenStats`), `temperature` and `ignore_index` steer the sweep,
+        where it has them.
+        """
         if isinstance(loss, str):
             reject_unknown({loss: None}, losses.__all__, 'twinkle_megatron.loss')
             loss = getattr(losses, loss)
