@@ -57,9 +57,10 @@ def trained_labels(inputs: InputFeature, ignore_index: int = -100) -> Tensor:
     mask = torch.as_tensor(mask)
     if mask.shape != labels.shape:
         raise ValueError(
-            f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}'
+            f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}; was it '
+            'shifted with the labels?'
         )
-    return labels.masked_fill(mask.to(labels.device) == 0, ignore_index)
+    return labels.masked_fill(mask.to(labels.device, non_blocking=True) == 0, ignore_index)
 
 
 def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: int = -100) -> list[dict[str, Any]]:

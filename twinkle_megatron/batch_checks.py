@@ -52,12 +52,17 @@ def value_faults(
     for key in ('input_ids', 'labels'):
         value = batch.get(key)
         if value is not None and vocab_size is not None:
-            outside = (value < 0) | (value >= vocab_size)
-            faults[key] = (outside if key == 'input_ids' else outside & (value != ignore_index)).sum()
+            faults[key] = _outside(key, value, vocab_size, ignore_index).sum()
     mask = batch.get('attention_mask')
     if mask is not None and mask.dim() == 2:
         faults['attention_mask'] = (mask[:, 1:].int() > mask[:, :-1].int()).sum()
     return faults
+
+
+def _outside(key: str, ids: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+    """Where ids are outside the vocabulary; labels may be `ignore_index` too."""
+    outside = (ids < 0) | (ids >= vocab_size)
+    return outside if key == 'input_ids' else outside & (ids != ignore_index)
 
 
 def explain_fault(
@@ -81,7 +86,8 @@ def explain_fault(
             f"{where} must lie in [0, {max_length}), the model's max_sequence_length, got values from "
             f'{int(value.min())} to {int(value.max())}'
         )
-    bad = value[((value < 0) | (value >= vocab_size)) & ((key == 'input_ids') | (value != ignore_index))]
+    assert vocab_size is not None
+    bad = value[_outside(key, value, vocab_size, ignore_index)]
     also = '' if key == 'input_ids' else f' or ignore_index {ignore_index}'
     return ValueError(
         f'{where} must hold ids in [0, {vocab_size}){also}, got {bad[:3].tolist()} ({bad.numel()} in all); does the '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +15,9 @@ from .arguments import reject_unknown
 from .batch import TokenBatch
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
-from .loss.base import TokenLoss
+from .loss.base import TokenLoss, sweep_for
 from .metric import Metric
-from .vocab_parallel import TokenStats, VocabShard, token_stats
+from .vocab_parallel import TokenStats, VocabShard
 
 
 class Seen(NamedTuple):
@@ -60,18 +59,7 @@ class Evaluation:
     def sweep(self, logits: Tensor, labels: Tensor) -> Seen:
         """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP."""
         shard = self._shard_of(logits.shape[-1])
-        flags = {name: True for name in self._needs if name in ('entropy', 'mean_logit', 'argmax')}
-        stats = token_stats(
-            logits,
-            labels,
-            shard=shard,
-            temperature=getattr(self.loss, 'temperature', 1.0),
-            ignore_index=self.ignore_index,
-            chunk_size=getattr(self.loss, 'chunk_size', None),
-            reuse_storage=self._may_reuse,
-            **flags,
-        )
-        return Seen(logits, shard, stats)
+        return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self._needs))
 
     def contribution(
         self,
@@ -145,10 +133,6 @@ class Evaluation:
         for metric, facts in self._metrics:
             metric.accumulate(inputs, told, **facts)
 
-    @property
-    def _may_reuse(self) -> bool:
-        return bool(getattr(self.loss, 'inplace_backward', False)) and isinstance(self.loss, TokenLoss)
-
 
 def _accepted(metric: Metric, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The facts that this metric's `accumulate` names, or all if it takes any keyword."""
@@ -184,14 +168,8 @@ def _detached(outputs: ModelOutput) -> ModelOutput:
     out = {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
     stats = outputs.get('token_stats')
     if stats is not None:
-        out['token_stats'] = map_stats(stats, Tensor.detach)
+        out['token_stats'] = stats.detach()
     return cast(ModelOutput, out)
-
-
-def map_stats(stats: TokenStats, change: Callable[[Tensor], Tensor]) -> TokenStats:
-    """`stats` with every tensor changed."""
-    values = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats)}
-    return TokenStats(**{name: None if value is None else change(value) for name, value in values.items()})
 
 
 class _Nothing(torch.autograd.Function):

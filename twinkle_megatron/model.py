@@ -257,6 +257,3 @@ def _eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-__all__: Sequence[str] = ['MegatronModel']

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import Tensor
@@ -87,16 +88,7 @@ class TokenLoss(Loss):
         logits = outputs.get('logits')
         if logits is not None:
             shard = outputs.get('vocab_shard') or VocabShard.from_group(logits.shape[-1], tensor_parallel_group())
-            return token_stats(
-                logits,
-                batch.labels.to(logits.device),
-                shard=shard,
-                temperature=self.temperature,
-                ignore_index=self.ignore_index,
-                chunk_size=self.chunk_size,
-                reuse_storage=self.inplace_backward,
-                **{name: True for name in self.needs if name in ('entropy', 'mean_logit')},
-            )
+            return sweep_for(self, logits, batch.labels.to(logits.device), shard, self.needs)
         logps = outputs.get('logps')
         if logps is None:
             raise ValueError(f"outputs must hold 'logits' or 'logps', got the keys {sorted(outputs)}")
@@ -110,3 +102,24 @@ class TokenLoss(Loss):
                 f'logps must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(logps.shape)}'
             )
         return TokenStats(log_prob=logps.masked_fill(batch.labels.to(logps.device) == self.ignore_index, 0))
+
+
+def sweep_for(
+    loss: Callable[..., Any], logits: Tensor, labels: Tensor, shard: VocabShard, needs: Collection[str]
+) -> TokenStats:
+    """One sweep over the logits at this loss's temperature, tile size and `ignore_index`, which finds all of `needs`.
+
+    Only a `TokenLoss` may have the gradient written into the logits' storage: it does not read them again.
+    """
+    return token_stats(
+        logits,
+        labels,
+        shard=shard,
+        temperature=getattr(loss, 'temperature', 1.0),
+        ignore_index=getattr(loss, 'ignore_index', -100),
+        entropy='entropy' in needs,
+        mean_logit='mean_logit' in needs,
+        argmax='argmax' in needs,
+        chunk_size=getattr(loss, 'chunk_size', None),
+        reuse_storage=isinstance(loss, TokenLoss) and loss.inplace_backward,
+    )

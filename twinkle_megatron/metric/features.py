@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..batch import trained_labels
+from ..data_format import InputFeature
+
 IGNORED = -100
 """The label of a token that is not trained and not counted."""
 
@@ -57,17 +60,11 @@ def labels_of(features: Features) -> Tensor | None:
 
 def counted_of(features: Features, labels: Tensor) -> Tensor:
     """Which tokens count, as bool: not ignored, and `completion_mask`, if there is one, not 0."""
-    counted = labels != IGNORED
+    inputs = InputFeature(labels=labels)
     mask = features.get('completion_mask')
-    if mask is None:
-        return counted
-    mask = as_tensor(mask, 'completion_mask').to(labels.device, non_blocking=True)
-    if mask.shape != labels.shape:
-        raise ValueError(
-            f'completion_mask must have the shape of labels, {tuple(labels.shape)}, got {tuple(mask.shape)}; '
-            'was it shifted with the labels?'
-        )
-    return counted & (mask != 0)
+    if mask is not None:
+        inputs['completion_mask'] = as_tensor(mask, 'completion_mask')
+    return trained_labels(inputs, IGNORED) != IGNORED
 
 
 def token_count(features: Sequence[Features]) -> Tensor | None:

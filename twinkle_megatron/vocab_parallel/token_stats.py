@@ -47,6 +47,10 @@ class TokenStats:
     argmax: Tensor | None = None
     """Global id of the largest logit, the lowest among equals; int64, not differentiable."""
 
+    def detach(self) -> TokenStats:
+        """The same numbers without their history."""
+        return TokenStats(*(None if x is None else x.detach() for x in vars(self).values()))
+
 
 def token_stats(
     logits: Tensor | Source,

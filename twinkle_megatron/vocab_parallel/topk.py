@@ -96,9 +96,8 @@ class _At(torch.autograd.Function):
             here = torch.where(column >= 0, grad, 0).to(ctx.dtype).reshape(-1)
             row = torch.arange(math.prod(ctx.shape[:-1]), device=grad.device).repeat_interleave(column.shape[-1])
             at = row, column.clamp_min(0).long().reshape(-1)
-            out.view(-1, ctx.shape[-1]).index_put_(
-                at, here, accumulate=True
-            )  # scatter_add_ copies half precision whole
+            # scatter_add_ on CPU would copy a half precision tensor whole, twice
+            out.view(-1, ctx.shape[-1]).index_put_(at, here, accumulate=True)
         return out, None, None, None
 
 
