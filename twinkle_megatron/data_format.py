@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 
 if TYPE_CHECKING:
-    from .vocab_parallel import TokenStats, VocabShard
+    from .vocab_parallel import Logits, TokenStats, VocabShard
 
 
 class InputFeature(TypedDict, total=False):
@@ -29,11 +29,12 @@ class InputFeature(TypedDict, total=False):
 class ModelOutput(TypedDict, total=False):
     """What the model hands to a loss and to the metrics.
 
-    `logits` are `[..., V/tp]`: this rank's vocabulary shard, described by `vocab_shard`. `token_stats` holds what one
+    `logits` are `[..., V/tp]`, this rank's vocabulary shard, described by `vocab_shard`; a tensor, or a `LinearHead`
+    that never builds them. `token_stats` holds what one
     sweep over those logits found for the aligned labels; `logps` and `entropies` are `[...]` in nats.
     """
 
-    logits: torch.Tensor
+    logits: Logits
     logps: torch.Tensor
     entropies: torch.Tensor
     vocab_shard: VocabShard

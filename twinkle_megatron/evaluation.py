@@ -17,14 +17,15 @@ from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
 from .loss.base import TokenLoss, sweep_for
 from .metric import Metric
-from .vocab_parallel import TokenStats, VocabShard
+from .vocab_parallel import LinearHead, Logits, TokenStats, VocabShard
+from .vocab_parallel.logits import local_size
 
 
 class Seen(NamedTuple):
     """What the head found on one micro-batch: logits `[b, s, V/tp]` and the statistics `[b, s]` of one sweep over
     them."""
 
-    logits: Tensor
+    logits: Logits
     shard: VocabShard
     stats: TokenStats
 
@@ -56,9 +57,15 @@ class Evaluation:
         wanted = set(getattr(loss, 'needs', {'log_prob'}))
         self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
 
-    def sweep(self, logits: Tensor, labels: Tensor) -> Seen:
-        """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP."""
-        shard = self._shard_of(logits.shape[-1])
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the loss is a custom one, which may do anything with the logits."""
+        return not isinstance(self.loss, TokenLoss)
+
+    def sweep(self, logits: Logits, labels: Tensor) -> Seen:
+        """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP, and
+        those of a linear head."""
+        shard = self._shard_of(local_size(logits))
         return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self._needs))
 
     def contribution(
@@ -101,7 +108,7 @@ class Evaluation:
         logits = outputs.get('logits')
         assert logits is not None
         trains = logits.requires_grad and torch.is_grad_enabled()
-        version = logits._version if trains else 0
+        version = logits._version if isinstance(logits, Tensor) else 0
         result = self.loss(inputs, outputs, **extra)
         loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
@@ -109,7 +116,7 @@ class Evaluation:
                 "a loss must return a scalar tensor of floats, or {'loss': such a tensor, 'num_tokens': n}, got "
                 f'{_described(result)}'
             )
-        if trains and logits._version != version:
+        if trains and isinstance(logits, Tensor) and logits._version != version:
             raise ValueError(
                 "a loss must not write to outputs['logits'], from which gradients are computed; work on a new tensor, "
                 'as in logits / temperature'
@@ -165,7 +172,7 @@ def _is_sum(num_tokens: Any) -> bool:
 
 
 def _detached(outputs: ModelOutput) -> ModelOutput:
-    out = {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
+    out = {key: value.detach() if isinstance(value, Tensor | LinearHead) else value for key, value in outputs.items()}
     stats = outputs.get('token_stats')
     if stats is not None:
         out['token_stats'] = stats.detach()
@@ -174,16 +181,15 @@ def _detached(outputs: ModelOutput) -> ModelOutput:
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        ctx.like = x.shape, x.dtype, x.device
-        return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    def forward(ctx: Any, shape: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
+        return torch.zeros(shape, dtype=torch.float32, device=tensors[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        shape, dtype, device = ctx.like
-        return torch.zeros(shape, dtype=dtype, device=device), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
 
 
-def nothing(x: Tensor, shape: tuple[int, ...] = ()) -> Tensor:
+def nothing(x: Logits, shape: tuple[int, ...] = ()) -> Tensor:
     """Zeros that send exact zeros back to `x`, whatever it holds: keeps a pipeline going without training anything."""
-    return _Nothing.apply(x, shape)
+    return _Nothing.apply(shape, *(x.tensors if isinstance(x, LinearHead) else (x,)))

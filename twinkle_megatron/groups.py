@@ -70,6 +70,32 @@ def all_gather_rows(row: torch.Tensor, group: ProcessGroup | None) -> torch.Tens
     return out.to(row.device)
 
 
+def sum_over(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """The sum of `x` over the ranks of the group, on the device of `x`; may write to `x`. One all-reduce.
+
+    Not differentiable. The result is bitwise the same on all ranks.
+    """
+    if group_size(group) == 1:
+        return x
+    there = x.to(group_device(group)).contiguous()
+    dist.all_reduce(there, group=group)
+    return there.to(x.device)
+
+
+def reduce_scatter_rows(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+    """This rank's of the equal slices along dim 0 of the sum of `x` over the ranks. One reduce-scatter.
+
+    Not differentiable.
+    """
+    n = group_size(group)
+    if n == 1:
+        return x
+    there = x.to(group_device(group)).contiguous()
+    out = there.new_empty(x.shape[0] // n, *x.shape[1:])
+    dist.reduce_scatter_tensor(out, there, group=group)
+    return out.to(x.device)
+
+
 @dataclass(frozen=True)
 class Groups:
     """Tensor, context, pipeline and data parallel groups of this rank; `None` is a group of one process.

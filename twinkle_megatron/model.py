@@ -14,6 +14,7 @@ from .evaluation import Evaluation
 from .groups import Groups, check_megatron_groups
 from .megatron import checks
 from .megatron.accumulation import Accumulation
+from .megatron.head_choice import HeadChoice
 from .megatron.heads import check_no_hook
 from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
 from .megatron.plan import Limits, Plan, make_plan
@@ -35,6 +36,12 @@ class MegatronModel:
         scheduler: `step(increment)` or `step()` is called after each optimizer step; one increment is one step.
         groups: a `ProcessGroupCollection`; None: Megatron's global groups, as is `Groups` made from them.
         vocab_size: true vocabulary size, if the model's is padded. Ids at or past it take no probability.
+        head: 'logits' has Megatron multiply the logits out; 'linear' computes losses and metrics from the hidden states
+            and the weight, a few columns at a time, so that no tensor of tokens × vocabulary exists; 'auto' takes
+            'linear' where the logits of a micro-batch are large beside the free memory, and says once what it took.
+            The numbers are the same up to rounding. A custom loss gets a `LinearHead` as `outputs['logits']`, which
+            becomes the tensor if it is used as one.
+        max_workspace_mb: MiB for tiles of logits under 'linear', see `LinearHead`.
 
     Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same
     on all TP, PP and CP ranks. ValueError, on every rank, for a layout or configuration that would give wrong
@@ -49,6 +56,8 @@ class MegatronModel:
         groups: Any = None,
         *,
         vocab_size: int | None = None,
+        head: str = 'auto',
+        max_workspace_mb: float | None = None,
     ) -> None:
         self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -61,6 +70,7 @@ class MegatronModel:
         self._padded_vocab_size: int | None = getattr(models[0], 'vocab_size', None)
         checks.check_vocab_size(vocab_size, self._padded_vocab_size)
         self.vocab_size: int | None = vocab_size if vocab_size is not None else self._padded_vocab_size
+        self._head = HeadChoice(head, models, self.config, self.groups, max_workspace_mb)
         self._runner = Runner(self.chunks, models, self.config, self.groups, collection, loss_scaling(optimizer))
         self._limits = Limits.of(models[0], self.config, self.groups, self.vocab_size, len(self.chunks))
         self._accumulation = Accumulation(self._runner)
@@ -147,7 +157,10 @@ class MegatronModel:
                     self._accumulation.ready()  # what earlier calls have left
                 return self._nothing(plan)
             with self._accumulation.adding(plan.tokens, finalize) as scale:
-                outcome = self._runner.run(plan, evaluation, training=True, scale=scale, sync=finalize)
+                take_head = self._head.taken(plan.most_tokens)
+                outcome = self._runner.run(
+                    plan, evaluation, training=True, scale=scale, sync=finalize, take_head=take_head
+                )
         return self._result(outcome)
 
     @torch.no_grad()
@@ -158,7 +171,8 @@ class MegatronModel:
         if not plan.items:
             return self._nothing(plan)
         with _eval_mode(self.chunks):
-            return self._result(self._runner.run(plan, evaluation, training=False, scale=1.0, sync=False))
+            take_head = self._head.taken(plan.most_tokens)
+            return self._result(self._runner.run(plan, evaluation, training=False, take_head=take_head))
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes

@@ -88,9 +88,10 @@ def train_once(
     loss: str = 'ChunkedCrossEntropyLoss',
     init: dict | None = None,
     ddp: dict | None = None,
+    **model_arguments: Any,
 ) -> Result:
     """On every rank: one forward-backward of this rank's replica."""
-    model = model_on(spec, layout, loss, init, ddp)
+    model = model_on(spec, layout, loss, init, ddp, **model_arguments)
     batches = micro_batches(spec, split, dist.get_rank(model.groups.dp))
     before = [{k: v.clone() for k, v in batch.items()} for batch in batches]
     out = model.forward_backward(inputs=batches)

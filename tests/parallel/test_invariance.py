@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from cover import EVERY, Case, pairwise
@@ -18,17 +20,8 @@ def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **
     """One case against the one-process reference: 1e-9 of each tensor's largest entry, in float64."""
     init = init or {}
     expected = reference(spec, init)
-    results = run_ranks(
-        train_once,
-        layout.world,
-        spec,
-        layout,
-        split,
-        kwargs.pop('loss', 'ChunkedCrossEntropyLoss'),
-        init,
-        kwargs.pop('ddp', None),
-        timeout=90,
-    )
+    run = functools.partial(train_once, init=init, **kwargs)
+    results = run_ranks(run, layout.world, spec, layout, split, timeout=90)
     for rank, result in enumerate(results):
         assert result.loss == pytest.approx(expected.loss, rel=1e-9), f'rank {rank}'
         assert result.loss == results[0].loss, 'ranks must return the bitwise same loss'
@@ -45,22 +38,24 @@ def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **
         torch.testing.assert_close(found, expected.logps[0][list(rows)], rtol=1e-9, atol=1e-9)
 
 
-def run_case(case: Case) -> None:
-    check(MIXTURE if case.ep > 1 else GPT, case.layout, case.cut)
+def run_case(case: Case, head: str) -> None:
+    check(MIXTURE if case.ep > 1 else GPT, case.layout, case.cut, head=head)
 
 
 COVER = pairwise()
 
 
+@pytest.mark.parametrize('head', ['logits', 'linear'])
 @pytest.mark.parametrize('case', COVER, ids=str)
-def test_loss_gradients_and_metrics_do_not_depend_on_layout_or_split(case):
-    run_case(case)
+def test_loss_gradients_and_metrics_do_not_depend_on_layout_or_split(case, head):
+    run_case(case, head)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize('head', ['logits', 'linear'])
 @pytest.mark.parametrize('case', [case for case in EVERY if case not in COVER], ids=str)
-def test_every_layout_and_split(case):
-    run_case(case)
+def test_every_layout_and_split(case, head):
+    run_case(case, head)
 
 
 def test_the_short_list_covers_every_pair_of_settings():

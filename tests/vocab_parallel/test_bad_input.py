@@ -24,7 +24,7 @@ from twinkle_megatron.vocab_parallel import (
 X, Y, SHARD = torch.randn(3, 8), torch.tensor([1, 2, 3]), VocabShard.from_group(8)
 
 LOGITS = {
-    'numpy': (X.numpy(), r'logits must be a tensor \[\.\.\., 8\], got ndarray'),
+    'numpy': (X.numpy(), r'logits must be a tensor \[\.\.\., 8\] or a LinearHead, got ndarray'),
     'list': (X.tolist(), 'logits must be a tensor .* got list'),
     'none': (None, 'logits must be a tensor .* got NoneType'),
     'integers': (X.long(), 'logits must be float16, bfloat16, float32 or float64, got torch.int64'),

@@ -11,7 +11,8 @@ from ..arguments import reject_unknown
 from ..batch import TokenBatch
 from ..data_format import InputFeature, LossOutput, ModelOutput
 from ..groups import tensor_parallel_group
-from ..vocab_parallel import TokenStats, VocabShard, token_stats
+from ..vocab_parallel import Logits, TokenStats, VocabShard, token_stats
+from ..vocab_parallel.logits import local_size
 
 REDUCTIONS = ('mean', 'sum', 'none')
 
@@ -87,7 +88,7 @@ class TokenLoss(Loss):
             return ready
         logits = outputs.get('logits')
         if logits is not None:
-            shard = outputs.get('vocab_shard') or VocabShard.from_group(logits.shape[-1], tensor_parallel_group())
+            shard = outputs.get('vocab_shard') or VocabShard.from_group(local_size(logits), tensor_parallel_group())
             return sweep_for(self, logits, batch.labels.to(logits.device), shard, self.needs)
         logps = outputs.get('logps')
         if logps is None:
@@ -105,11 +106,12 @@ class TokenLoss(Loss):
 
 
 def sweep_for(
-    loss: Callable[..., Any], logits: Tensor, labels: Tensor, shard: VocabShard, needs: Collection[str]
+    loss: Callable[..., Any], logits: Logits, labels: Tensor, shard: VocabShard, needs: Collection[str]
 ) -> TokenStats:
     """One sweep over the logits at this loss's temperature, tile size and `ignore_index`, which finds all of `needs`.
 
-    Only a `TokenLoss` may have the gradient written into the logits' storage: it does not read them again.
+    Only a `TokenLoss` may have the gradient written into the logits' storage: it does not read them again. (A linear
+    head has no such storage.)
     """
     return token_stats(
         logits,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..batch import split_context
 from ..evaluation import Evaluation, Seen, nothing
-from ..groups import Groups, group_rank, group_size
+from ..groups import Groups, all_gather_rows, group_rank, group_size
+from ..vocab_parallel import LinearHead, Logits
 from .heads import has_loss_hook
 from .plan import Item, Plan
 
@@ -56,15 +57,17 @@ class ForwardStep:
         output = chunk(**self._arguments(item, local))
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
 
-    def on_logits(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def on_logits(self, logits: Logits, labels: Tensor) -> Tensor:
         """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`."""
         seen = self._sweep(logits, labels)
-        if self.error is not None or seen is None:
+        if seen is None:
             return nothing(logits, tuple(labels.shape))
+        if self.error is not None:
+            return nothing(_end_of(seen), tuple(labels.shape))
         assert seen.stats.log_prob is not None
         return -seen.stats.log_prob
 
-    def _sweep(self, logits: Tensor, labels: Tensor) -> Seen | None:
+    def _sweep(self, logits: Logits, labels: Tensor) -> Seen | None:
         """Also after an error on this rank: the other TP ranks, which may have had none, wait in its collective."""
         self._swept = True
         self._seen = None
@@ -90,16 +93,29 @@ class ForwardStep:
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
         """This micro-batch's summand of the loss, or a zero without gradient once something has failed."""
         seen = self._seen if self._swept else self._sweep(output, local['labels'])
-        if self.error is not None or seen is None:
+        share = None if self.error is not None or seen is None else self._contribution(item, local, seen)
+        if seen is None:
             return nothing(output)
-        try:
-            share = self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
-        except Exception as error:  # raised after the schedule, on every rank
-            self.error = error
-            return nothing(seen.logits)  # the loss may have spoilt what the sweep saved for backward
+        if isinstance(seen.logits, LinearHead) and self._evaluation.is_foreign and self._failed_on_a_tp_rank():
+            share = None
+        if share is None:
+            return nothing(_end_of(seen))
         assert seen.stats.log_prob is not None
         self.logps.append(seen.stats.log_prob.detach())
         return share
+
+    def _contribution(self, item: Item, local: dict[str, Any], seen: Seen) -> Tensor | None:
+        try:
+            return self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = error
+            return None
+
+    def _failed_on_a_tp_rank(self) -> bool:
+        """A custom loss may have built the logits of a linear head, whose backward pass then has one more collective:
+        all TP ranks have to go through it, or none. One small collective over TP."""
+        failed = torch.tensor(float(self.error is not None), device=self._device)
+        return bool(all_gather_rows(failed, self._groups.tp).any())
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -119,6 +135,15 @@ class ForwardStep:
         if item.boundaries is not None:
             out['packed_seq_params'] = _packed(item.boundaries, int(ids.shape[1]), ids.device)
         return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
+
+
+def _end_of(seen: Seen) -> Tensor:
+    """What zeros are sent back to where a loss has failed: past a loss that may have spoilt the logits which the sweep
+    saved, but into the sweep over a linear head, whose backward pass is collective."""
+    if not isinstance(seen.logits, LinearHead):
+        return seen.logits
+    assert seen.stats.log_prob is not None
+    return seen.stats.log_prob
 
 
 def device_of(model: Any) -> torch.device:

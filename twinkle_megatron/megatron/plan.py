@@ -82,6 +82,8 @@ class Plan:
     """Trained tokens of the global batch, each counted once."""
     micro_batches: int
     """Micro-batches of all data parallel replicas, padding not counted."""
+    most_tokens: int
+    """Tokens of the largest micro-batch of any replica, trained or not, on one context parallel rank."""
 
 
 def make_plan(
@@ -134,7 +136,12 @@ def make_plan(
             'auxiliary losses'
         )
     padded = _padded(items, count, rows, length, limits, ignore_index)
-    return Plan(padded, tokens=int(sum(r[3] for r in seen)), micro_batches=int(sum(r[0] for r in seen)))
+    return Plan(
+        padded,
+        tokens=int(sum(r[3] for r in seen)),
+        micro_batches=int(sum(r[0] for r in seen)),
+        most_tokens=int(max(r[1] * r[2] for r in seen)) // group_size(groups.cp),
+    )
 
 
 def _checked(

@@ -24,7 +24,7 @@ from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
 from ..vocab_parallel import labels
 from .forward_step import ForwardStep, device_of
-from .heads import logits_taken
+from .heads import TakeHead, logits_taken
 from .plan import Plan
 
 
@@ -82,15 +82,24 @@ class Runner:
             buffer.grad_data for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
 
-    def run(self, plan: Plan, evaluation: Evaluation, training: bool, scale: float, sync: bool) -> Outcome:
+    def run(
+        self,
+        plan: Plan,
+        evaluation: Evaluation,
+        training: bool,
+        scale: float = 1.0,
+        sync: bool = False,
+        take_head: TakeHead = logits_taken,
+    ) -> Outcome:
         """Forward, and backward when training, of every micro-batch of the plan.
 
         Adds `scale` times the gradient of the global loss to the gradients of the chunks; with `sync` they are
-        finalised. An exception that the loss, a metric or the head threw on one rank is raised on all of them after
-        the schedule has ended, with the gradients zeroed. Collectives: Megatron's, and one all-gather over the layout.
+        finalised. `take_head` is how the last stage hands over its logits. An exception that the loss, a metric or the
+        head threw on one rank is raised on all of them after the schedule has ended, with the gradients zeroed.
+        Collectives: Megatron's, and one all-gather over the layout.
         """
         call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, self._factor(plan, scale))
-        self._schedule(call, training, sync)
+        self._schedule(call, training, sync, take_head)
         loss = self._agree(call, training, sync)
         if training and sync:
             self.finalize(started=True)
@@ -128,7 +137,7 @@ class Runner:
                     if parameter.grad is not None:
                         parameter.grad.mul_(factor)
 
-    def _schedule(self, call: ForwardStep, training: bool, sync: bool) -> None:
+    def _schedule(self, call: ForwardStep, training: bool, sync: bool, take_head: TakeHead) -> None:
         """Runs the schedule; finalisation is put off until it is known that no rank has failed."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -157,7 +166,7 @@ class Runner:
                     stack.enter_context(chunk.no_sync())
             for model in self.models:
                 if call.is_hooked(model):
-                    stack.enter_context(logits_taken(model, call.on_logits))
+                    stack.enter_context(take_head(model, call.on_logits))
             stack.enter_context(_told_where(self.groups))
             iterators = [iter(items) for _ in self.chunks]
             get_forward_backward_func(*self._pipeline_sizes())(

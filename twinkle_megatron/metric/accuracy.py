@@ -76,7 +76,7 @@ class Accuracy(Metric):
         self.state.fold(correct=((predicted == labels) & counted).sum(), total=counted.sum())
 
     def _argmax(self, output: Features, labels: Tensor) -> Tensor:
-        from ..vocab_parallel import argmax
+        from ..vocab_parallel import LinearHead, argmax
 
         logits = output.get('logits')
         if logits is None:
@@ -84,9 +84,13 @@ class Accuracy(Metric):
                 'outputs must hold logits, or token_stats with argmax, to count correct tokens from, got '
                 f'{sorted(key for key, value in output.items() if value is not None)}; is the model to return them?'
             )
-        shape = tuple(getattr(logits, 'shape', ())) or (0,)
-        _check_shape(labels, shape[:-1], f"outputs['logits'] {shape} without the last dim")
         shard = output.get('vocab_shard')
+        if isinstance(logits, LinearHead):
+            shard = self._shard(logits.local_size) if shard is None else shard
+            shape = (*logits.lead(shard.size), logits.local_size)
+        else:
+            shape = tuple(getattr(logits, 'shape', ())) or (0,)
+        _check_shape(labels, shape[:-1], f"outputs['logits'] {shape} without the last dim")
         return argmax(logits, shard=self._shard(shape[-1]) if shard is None else shard)
 
     @functools.cached_property

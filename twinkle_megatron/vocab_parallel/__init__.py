@@ -1,11 +1,15 @@
 """Exact operations on logits whose vocabulary is split over tensor parallel ranks. Plain torch and process groups."""
 
 from .functions import argmax, cross_entropy, log_probs, log_probs_and_entropy
+from .linear_head import LinearHead
+from .logits import Logits
 from .shard import VocabShard
 from .token_stats import TokenStats, token_stats
 from .topk import gather, topk
 
 __all__ = [
+    'LinearHead',
+    'Logits',
     'TokenStats',
     'VocabShard',
     'argmax',

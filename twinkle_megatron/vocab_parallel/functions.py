@@ -7,13 +7,14 @@ from numbers import Real
 from torch import Tensor
 
 from .labels import check_given
+from .linear_head import LinearHead
+from .logits import Logits
 from .shard import VocabShard
-from .source import Source
 from .token_stats import TokenStats, token_stats
 
 
 def log_probs(
-    logits: Tensor | Source,
+    logits: Logits,
     target: Tensor,
     *,
     shard: VocabShard,
@@ -41,7 +42,7 @@ def log_probs(
 
 
 def log_probs_and_entropy(
-    logits: Tensor | Source,
+    logits: Logits,
     target: Tensor,
     *,
     shard: VocabShard,
@@ -71,7 +72,7 @@ def log_probs_and_entropy(
 
 
 def cross_entropy(
-    logits: Tensor | Source,
+    logits: Logits,
     target: Tensor,
     *,
     shard: VocabShard,
@@ -129,12 +130,12 @@ def check_weights(label_smoothing: float, z_loss: float) -> None:
         raise ValueError(f'z_loss must be a finite number >= 0, got {z_loss!r}')
 
 
-def argmax(logits: Tensor | Source, *, shard: VocabShard, chunk_size: int | None = None) -> Tensor:
+def argmax(logits: Logits, *, shard: VocabShard, chunk_size: int | None = None) -> Tensor:
     """Global id of each token's largest logit, `[...]` int64; among equals the lowest id, on every layout.
 
     Padding never wins; a NaN does, as in torch.argmax. One all-gather of 2 numbers a token over TP. Not differentiable.
     """
-    source = logits.detach() if isinstance(logits, Tensor) else logits
-    best = token_stats(source, shard=shard, argmax=True, chunk_size=chunk_size).argmax
+    constant = logits.detach() if isinstance(logits, (Tensor, LinearHead)) else logits
+    best = token_stats(constant, shard=shard, argmax=True, chunk_size=chunk_size).argmax
     assert best is not None
     return best

@@ -29,7 +29,8 @@ class Wanted(NamedTuple):
 
 @dataclass
 class LocalSums:
-    """Statistics of this rank's columns, each `[N]`; merged online over tiles of columns."""
+    """Statistics of this rank's columns, each `[rows]` in the source's order, but for `label` `[N]`; merged online over
+    tiles of columns."""
 
     inv_t: Tensor
     top: Tensor
@@ -42,8 +43,9 @@ class LocalSums:
 
     def pack(self, source: Source) -> Tensor:
         """`[k, N]`, from the source's row order to that of the leading dims."""
-        found = (self.top, self.s, self.t, self.total, self.best, self.target_logit, self.label)
-        return torch.stack([source.unflatten(x).reshape(-1) for x in found if x is not None])
+        found = (self.top, self.s, self.t, self.total, self.best, self.target_logit)
+        labels = () if self.label is None else (self.label,)
+        return torch.stack([*(source.unflatten(x).reshape(-1) for x in found if x is not None), *labels])
 
     def fold(self, tile: Tile, found: list[Tensor]) -> None:
         """Takes in a tile's `row_stats`. Its first tile of columns overwrites, later ones are merged."""

@@ -24,9 +24,10 @@ from ..groups import all_gather_rows
 from .kernels import Kernels, select
 from .kernels.eager import accumulate_dtype
 from .labels import check_target, raise_for, raise_pending
+from .logits import Logits, as_source
 from .row_sums import LocalSums, Wanted, combine, label_codes
 from .shard import VocabShard
-from .source import Source, Tile, as_source, row_count
+from .source import Source, Tile
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class TokenStats:
 
 
 def token_stats(
-    logits: Tensor | Source,
+    logits: Logits,
     target: Tensor | None = None,
     *,
     shard: VocabShard,
@@ -68,7 +69,8 @@ def token_stats(
     """Statistics of each token's distribution over a vocabulary that is split over the tensor parallel group.
 
     Args:
-        logits: `[..., shard.local_size]`, this rank's columns; float16, bfloat16, float32 or float64, any strides.
+        logits: `[..., shard.local_size]`, this rank's columns; float16, bfloat16, float32 or float64, any strides. Or a
+            `LinearHead`, which has more collectives and keeps other things.
         target: `[...]` global ids aligned with the logits (already shifted), replicated over TP; None: no `log_prob`.
         shard: which ids the columns are, and the group.
         temperature: the logits are divided by it inside the operation; > 0.
@@ -98,10 +100,12 @@ def token_stats(
     wanted = Wanted(
         target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit
     )
-    if row_count(source) == 0:
+    if source.rows == 0:
         return _no_rows(source, wanted)
     flat = None if target is None else target.reshape(-1).long()
-    request = _Request(source, flat, shard, float(temperature), int(ignore_index), reuse_storage, wanted)
+    request = _Request(
+        source, flat, shard, float(temperature), int(ignore_index), reuse_storage, wanted, torch.is_grad_enabled()
+    )
     outputs = _TokenStats.apply(request, *source.tensors)
     return TokenStats(*(None if out is None else out.view(source.lead) for out in outputs))
 
@@ -120,6 +124,7 @@ class _Request(NamedTuple):
     ignore_index: int
     reuse_storage: bool
     wanted: Wanted
+    trains: bool
 
 
 def _no_rows(source: Source, wanted: Wanted) -> TokenStats:
@@ -141,11 +146,16 @@ class _TokenStats(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, shard, temperature, ignore_index, _, wanted = request
-        kernels = select(source.device, row_count(source), shard.true_columns)
-        inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
+        source, target, shard, temperature, ignore_index, _, wanted, trains = request
         ignored = None if target is None else target == ignore_index
-        local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored)
+        if ignored is not None:
+            source = source.without(ignored.view(source.lead))
+        request = request._replace(source=source)
+        kernels = select(source.device, source.rows, shard.true_columns)
+        inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
+        trained = tuple(ctx.needs_input_grad[1:]) if trains else ()
+        with torch.autocast(source.device.type, enabled=False):
+            local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored, trained)
         whole = combine(all_gather_rows(local.pack(source), shard.group), inv_t, shard, wanted)
 
         log_prob = whole.log_prob
@@ -180,20 +190,22 @@ class _TokenStats(torch.autograd.Function):
         ctx.spent = ctx.request.reuse_storage
         saved = ctx.saved_tensors
         with torch.no_grad():
-            found = _gradients(ctx.request, saved, grads)
+            found = _gradients(ctx.request, saved, grads, tuple(ctx.needs_input_grad[1:]))
         if torch.is_grad_enabled():  # create_graph=True: a gradient that looked constant would be silently wrong
             on = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
-            found = tuple(None if grad is None else _DifferentiableOnce.apply(grad, *on) for grad in found)
+            found = tuple(
+                grad if grad is None or grad.is_sparse else _DifferentiableOnce.apply(grad, *on) for grad in found
+            )
         return (None, *found)
 
 
 def _gradients(
-    request: _Request, saved: tuple[Any, ...], grads: tuple[Tensor | None, ...]
+    request: _Request, saved: tuple[Any, ...], grads: tuple[Tensor | None, ...], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Of the source's tensors, from what `_TokenStats` saved and the gradients of its outputs."""
     source, shard = request.source, request.shard
     inv_t, m, log_s, offset, local_target, ignored, *tensors = saved
-    kernels = select(source.device, row_count(source), shard.true_columns)
+    kernels = select(source.device, source.rows, shard.true_columns)
     zero = torch.zeros_like(m)
     if local_target is None:
         local_target = torch.full_like(m, -1, dtype=torch.int32)
@@ -212,7 +224,8 @@ def _gradients(
         kernels.row_grad(tile.x, out, own, inv_t, m[at], log_s[at], *(None if k is None else k[at] for k in rows))
 
     detached = tuple(t.detach() for t in tensors)
-    return source.gradients(detached, fill, kernels.max_elements)
+    with torch.autocast(source.device.type, enabled=False):
+        return source.gradients(detached, needed, fill, kernels.max_elements)
 
 
 class _DifferentiableOnce(torch.autograd.Function):
@@ -279,10 +292,15 @@ def _without_tensors(source: Source) -> Source:
 
 
 def _sweep(
-    request: _Request, tensors: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor, ignored: Tensor | None
+    request: _Request,
+    tensors: tuple[Tensor, ...],
+    kernels: Kernels,
+    inv_t: Tensor,
+    ignored: Tensor | None,
+    trained: tuple[bool, ...],
 ) -> LocalSums:
     source, target, shard, wanted = request.source, request.target, request.shard, request.wanted
-    zeros = torch.zeros(row_count(source), dtype=inv_t.dtype, device=source.device)
+    zeros = torch.zeros(source.rows, dtype=inv_t.dtype, device=source.device)
 
     def state(needed: bool) -> Tensor | None:
         return zeros.clone() if needed else None
@@ -300,16 +318,15 @@ def _sweep(
     column = None
     if target is not None and ignored is not None:
         column = shard.local_ids(target)
-        codes = label_codes(target, column, ignored, shard.vocab_size, zeros.dtype)
-        column, local.label = (source.flatten(x.view(source.lead)) for x in (column, codes))
-    for tile in source.tiles(tensors, kernels.max_elements):
+        local.label = label_codes(target, column, ignored, shard.vocab_size, zeros.dtype)
+        column = source.flatten(column.view(source.lead))
+    for tile in source.tiles(tensors, kernels.max_elements, trained):
         flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
         local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
         if column is not None and local.target_logit is not None:
-            own = column[tile.rows] - tile.columns.start
-            here = (own >= 0) & (column[tile.rows] < tile.columns.stop) & (column[tile.rows] >= 0)
-            picked = tile.x.gather(1, own.clamp(0, tile.x.shape[1] - 1).long()[:, None])[:, 0].to(zeros.dtype) * inv_t
-            local.target_logit[tile.rows] = torch.where(here, picked, local.target_logit[tile.rows])
+            tile.pick(column[:, None], local.target_logit[:, None])
+    if local.target_logit is not None:
+        local.target_logit *= inv_t
     if local.best is not None:
         local.best += shard.start
     return local

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..groups import all_gather_rows, group_device
+from ..groups import all_gather_rows, sum_over
 from .kernels.eager import accumulate_dtype
 from .kernels.select import CPU_TILE, CUDA_TILE
 from .labels import check_ids, raise_pending
+from .logits import Logits, as_source
 from .shard import VocabShard
-from .source import Source, as_source, row_count
+from .source import Source, Tile
 
 
-def topk(logits: Tensor, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
+def topk(logits: Logits, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """The k largest logits of each token over the whole true vocabulary and their global ids, each `[..., k]`.
 
     Values are raw logits in descending order, in the dtype of `logits`, differentiable; ids are int64. Equal logits
@@ -26,79 +27,99 @@ def topk(logits: Tensor, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
     counts as +inf.
 
     Collectives: one all-gather of 2k numbers a token over TP forward, none backward. Kept for backward: the ids, and
-    the gradient is one tensor like `logits`. ValueError unless 1 <= k <= `shard.vocab_size`, or for logits that are not
-    the shard.
+    the gradient is one tensor like `logits`. A `LinearHead` adds its own. ValueError unless 1 <= k <=
+    `shard.vocab_size`, or for logits that are not the shard.
     """
-    source = as_source(logits, shard, None, False)
+    source = as_source(logits, shard)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= shard.vocab_size:
         raise ValueError(f'k must be an int in [1, {shard.vocab_size}], the true vocabulary size, got {k!r}')
-    with torch.no_grad():
-        if row_count(source) == 0:  # no rank has rows, so none enters the collective
-            found = logits.new_zeros(*source.lead, k)
-            ids = torch.zeros_like(found, dtype=torch.int64)
-        else:
+    if source.rows == 0:  # no rank has rows, so none enters the collective
+        found = torch.zeros((*source.lead, k), dtype=source.dtype, device=source.device)
+        ids = torch.zeros_like(found, dtype=torch.int64)
+    else:
+        with torch.no_grad(), torch.autocast(source.device.type, enabled=False):
             top_values, top_ids = _best_of_ranks(all_gather_rows(_local_topk(source, k), shard.group), k)
-            found, ids = top_values.view(*source.lead, k).to(logits.dtype), top_ids.view(*source.lead, k)
-    return _At.apply(logits, ids, shard, found), ids
+        found, ids = top_values.view(*source.lead, k).to(source.dtype), top_ids.view(*source.lead, k)
+    return _At.apply(source, ids, found, *source.tensors), ids
 
 
-def gather(logits: Tensor, ids: Tensor, *, shard: VocabShard) -> Tensor:
+def gather(logits: Logits, ids: Tensor, *, shard: VocabShard) -> Tensor:
     """Raw logits at global `ids` `[..., k]` (replicated over TP): `[..., k]` in the dtype of `logits`, differentiable.
 
-    Collectives: one all-reduce of k numbers a token over TP forward, none backward. Kept for backward: the ids.
-    ValueError for ids of another leading shape, dtype or device, or outside `[0, shard.vocab_size)` (on CUDA by a later
-    call).
+    Collectives: one all-reduce of k numbers a token over TP forward, none backward. Kept for backward: the ids. A
+    `LinearHead` adds its own. ValueError for ids of another leading shape, dtype or device, or outside
+    `[0, shard.vocab_size)` (on CUDA by a later call).
     """
     raise_pending()
-    source = as_source(logits, shard, None, False)
+    source = as_source(logits, shard)
     if not isinstance(ids, Tensor):
         raise ValueError(f'ids must be a tensor of global ids, got {type(ids).__name__}')
     if ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f'ids must be int64 or int32 global ids, got {ids.dtype}')
-    if ids.dim() != logits.dim() or tuple(ids.shape[:-1]) != source.lead:
+    if ids.dim() != len(source.lead) + 1 or tuple(ids.shape[:-1]) != source.lead:
         raise ValueError(
             f'ids must have shape {(*source.lead, "k")}, the leading shape of the logits and k, got {tuple(ids.shape)}'
         )
     if ids.device != source.device:
         raise ValueError(f'ids must be on the device of the logits, {source.device}, got {ids.device}')
     check_ids(ids, shard.vocab_size)
-    return _At.apply(logits, ids.long(), shard, None)
+    return _At.apply(source, ids.long(), None, *source.tensors)
 
 
 class _At(torch.autograd.Function):
     """logits[..., ids] across the shards; `values` are given where they are known already."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, shard: VocabShard, values: Tensor | None) -> Tensor:
-        column = shard.local_ids(ids)
-        ctx.save_for_backward(column)
-        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+    def forward(ctx: Any, source: Source, ids: Tensor, values: Tensor | None, *tensors: Tensor) -> Tensor:
+        column = source.shard.local_ids(ids)
+        ctx.save_for_backward(column, *tensors)
+        ctx.source = copy.copy(source)
+        ctx.source.tensors = ()  # autograd keeps the tensors, and lets go of them: the context must not
         if values is not None:
             return values
-        picked = torch.zeros(ids.shape, dtype=accumulate_dtype(logits.dtype), device=logits.device)
-        if logits.shape[-1]:
-            picked = logits.gather(-1, column.clamp_min(0).long()).to(picked.dtype)
-            picked = torch.where(column >= 0, picked, 0)
-        if shard.size > 1:
-            there = picked.to(group_device(shard.group)).contiguous()
-            dist.all_reduce(there, group=shard.group)  # one rank holds the value, the others 0: exact
-            picked = there.to(picked.device)
-        return picked.to(logits.dtype)
+        with torch.autocast(source.device.type, enabled=False):
+            picked = _picked(source, tuple(t.detach() for t in tensors), column)
+        return sum_over(picked, source.shard.group).to(source.dtype)  # one rank holds the value, the others 0: exact
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the names)
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (grad,), (column,) = grad_outputs, ctx.saved_tensors
-        out = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)
-        if out.numel():
-            here = torch.where(column >= 0, grad, 0).to(ctx.dtype).reshape(-1)
-            row = torch.arange(math.prod(ctx.shape[:-1]), device=grad.device).repeat_interleave(column.shape[-1])
-            at = row, column.clamp_min(0).long().reshape(-1)
+        (grad,), (column, *tensors), source = grad_outputs, ctx.saved_tensors, ctx.source
+        own, by = _by_row(source, column), _by_row(source, grad).to(source.dtype)
+
+        def fill(tile: Tile, out: Tensor) -> None:
+            out.zero_()
+            column = own[tile.rows]
+            row, k = ((column >= tile.columns.start) & (column < tile.columns.stop)).nonzero(as_tuple=True)
             # scatter_add_ on CPU would copy a half precision tensor whole, twice
-            out.view(-1, ctx.shape[-1]).index_put_(at, here, accumulate=True)
-        return out, None, None, None
+            at = row, column[row, k].long() - tile.columns.start
+            out.index_put_(at, by[tile.rows][row, k], accumulate=True)
+
+        with torch.autocast(source.device.type, enabled=False):
+            detached = tuple(t.detach() for t in tensors)
+            found = source.gradients(detached, tuple(ctx.needs_input_grad[3:]), fill, None, reads=False)
+        return (None, None, None, *found)
+
+
+def _positions(source: Source) -> Tensor:
+    """Of the source's rows among the flattened leading dims, `[rows]`."""
+    return source.flatten(torch.arange(math.prod(source.lead), device=source.device).view(source.lead))
+
+
+def _by_row(source: Source, values: Tensor) -> Tensor:
+    """`[*lead, k]` as `[rows, k]`."""
+    return values.reshape(-1, values.shape[-1])[_positions(source)]
+
+
+def _picked(source: Source, tensors: tuple[Tensor, ...], column: Tensor) -> Tensor:
+    """Logits `[*lead, k]` at this rank's columns, 0 where another rank holds the column."""
+    own = _by_row(source, column)
+    found = torch.zeros(own.shape, dtype=accumulate_dtype(source.dtype), device=source.device)
+    for tile in source.tiles(tensors, None):
+        tile.pick(own, found)
+    return torch.empty_like(found).index_copy_(0, _positions(source), found).view(column.shape)
 
 
 def _ordered(x: Tensor) -> Tensor:
@@ -120,18 +141,23 @@ def _local_topk(source: Source, k: int) -> Tensor:
 
     A short shard is filled up with −inf at id −1.
     """
-    shard, rows = source.shard, row_count(source)
+    shard = source.shard
     dtype = accumulate_dtype(source.dtype)
-    values = torch.full((rows, k), -torch.inf, dtype=dtype, device=source.device)
-    ids = torch.full((rows, k), -1, dtype=torch.int64, device=source.device)
-    held = min(k, shard.true_columns)
+    values = torch.full((source.rows, k), -torch.inf, dtype=dtype, device=source.device)
+    ids = torch.full((source.rows, k), -1, dtype=torch.int64, device=source.device)
     tensors = tuple(t.detach() for t in source.tensors)
     for tile in source.tiles(tensors, CUDA_TILE if source.device.type == 'cuda' else CPU_TILE):
-        columns = _lowest_of_best(tile.x, held)
-        values[tile.rows, :held] = tile.x.gather(1, columns).to(dtype)
-        ids[tile.rows, :held] = columns + shard.start
-    order = source.unflatten(torch.arange(rows, device=source.device)).reshape(-1)
-    return torch.stack([values, ids.to(dtype)])[:, order]
+        at, first, width = tile.rows, tile.columns.start, tile.x.shape[1]
+        columns = _lowest_of_best(tile.x, min(k, width))
+        # what earlier columns gave stands in front: ids stay in ascending order
+        before = min(k, first)
+        found = torch.cat([values[at, :before], tile.x.gather(1, columns).to(dtype)], 1)
+        whose = torch.cat([ids[at, :before], columns + (first + shard.start)], 1)
+        held = min(k, first + width)
+        best = _lowest_of_best(found, held)
+        values[at, :held], ids[at, :held] = found.gather(1, best), whose.gather(1, best)
+    by_row = torch.stack([values, ids.to(dtype)])
+    return torch.empty_like(by_row).index_copy_(1, _positions(source), by_row)
 
 
 def _lowest_of_best(x: Tensor, k: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""Whether logits are built or not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..groups import Groups, group_rank, raise_together
+from ..vocab_parallel.workspace import check_workspace, default_workspace_mb, free_memory
+from .forward_step import device_of
+from .heads import TakeHead, head_taken, logits_taken, why_no_linear_head
+
+logger = logging.getLogger('twinkle_megatron')
+
+HEADS = ('auto', 'logits', 'linear')
+_SHARE = 4
+"""'auto' builds logits only while they and their gradient take less than this part of the free memory."""
+
+
+class _Known(NamedTuple):
+    """What the ranks have told each other: bytes free on the fullest one, and the output layer of the last stage."""
+
+    free: float
+    possible: bool
+    columns: float
+    hidden: float
+    itemsize: float
+
+
+class HeadChoice:
+    """'logits' or 'linear', the same on every rank.
+
+    The linear head multiplies a part of the logits out twice, so 'auto' takes it for its memory alone: from the number
+    of tokens on at which the logits of a micro-batch and their gradient would take a quarter of the memory that is free
+    at the first call, and twice what the linear head needs itself, which grows with the hidden size. Once linear it
+    stays linear.
+
+    ValueError, on every rank, for a head that cannot be had. Collective over the layout for 'linear'.
+    """
+
+    def __init__(
+        self, wanted: str, models: Sequence[Any], config: Any, groups: Groups, max_workspace_mb: float | None
+    ) -> None:
+        if wanted not in HEADS:
+            raise ValueError(f"head must be 'auto', 'logits' or 'linear', got {wanted!r}")
+        check_workspace(max_workspace_mb)
+        self.max_workspace_mb = max_workspace_mb
+        self._wanted, self._model, self._groups = wanted, models[-1], groups
+        self._obstacle = why_no_linear_head(models[-1], config) if groups.is_last_stage else None
+        if wanted == 'linear':
+            told = f"head='linear' cannot be had: {self._obstacle}; use head='logits'"
+            raise_together(groups, None if self._obstacle is None else ValueError(told))
+        self._linear = wanted == 'linear'
+        self._known: _Known | None = None
+
+    def taken(self, tokens: int) -> TakeHead:
+        """How to take the head for micro-batches of up to `tokens` tokens a rank.
+
+        The first call under 'auto' is collective over the layout.
+        """
+        return (
+            functools.partial(head_taken, max_workspace_mb=self.max_workspace_mb)
+            if self._decide(tokens)
+            else logits_taken
+        )
+
+    def _decide(self, tokens: int) -> bool:
+        """Whether to go without logits."""
+        if self._wanted != 'auto' or self._linear:
+            return self._linear
+        first = self._known is None
+        known = self._known = self._known or self._ask()
+        logits, linear = 2 * tokens * known.columns * known.itemsize, self._needs(tokens, known)
+        self._linear = known.possible and logits > known.free / _SHARE and logits > 2 * linear
+        if (first or self._linear) and self._groups.owns_result and group_rank(self._groups.dp_cp) == 0:
+            logger.warning(
+                "twinkle_megatron takes head='%s': the logits of %s tokens x %s ids a rank and their gradient take "
+                '%.1f GiB of the %.1f GiB of free memory, a linear head %.1f GiB%s',
+                'linear' if self._linear else 'logits',
+                f'{tokens:,}',
+                f'{known.columns:,.0f}',
+                logits / 2**30,
+                known.free / 2**30,
+                linear / 2**30,
+                '' if known.possible else f' (but {self._obstacle})',
+            )
+        return self._linear
+
+    def _needs(self, tokens: int, known: _Known) -> float:
+        """Bytes of a linear head: its hidden states, gathered and as a gradient, and its workspace."""
+        workspace = self.max_workspace_mb or default_workspace_mb(device_of(self._model).type)
+        return tokens * known.hidden * (4 + 2 * known.itemsize) + workspace * 2**20
+
+    def _ask(self) -> _Known:
+        device = device_of(self._model)
+        free = free_memory(device.type)
+        if free is not None and device.type != 'cuda':  # the ranks of a host share it
+            free //= int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
+        layer = getattr(self._model, 'output_layer', None) if self._groups.is_last_stage else None
+        columns, hidden = (getattr(layer, name, 0) for name in ('output_size_per_partition', 'input_size'))
+        itemsize = next((p.dtype.itemsize for p in self._model.parameters()), 4)
+        row = [math.inf if free is None else free, float(self._obstacle is None), columns, hidden, itemsize]
+        table = self._groups.gather_everyone(torch.tensor(row, dtype=torch.float64, device=device))
+        (least, possible, _, _, _), (_, _, *sizes) = table.amin(0).tolist(), table.amax(0).tolist()
+        return _Known(least, bool(possible), *sizes)

@@ -1,0 +1,135 @@
+"""What an output layer returns in place of logits: hidden states and weight, which become logits if somebody asks."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..vocab_parallel import LinearHead
+
+logger = logging.getLogger('twinkle_megatron')
+
+
+class LazyLogits(LinearHead):
+    """Megatron's logits `[s, b, V/tp]` as a linear head. Used as a tensor, it is that tensor: the product is made.
+
+    What GPTModel does to its logits before they reach a loss, a transposition and MuP's scale, leaves it lazy. All else
+    that a tensor can do (torch functions, operators, methods) builds the logits, by the layer's own forward, once.
+
+    Args:
+        layer: the ColumnParallelLinear.
+        hidden: its input, `[s/tp, b, H]` under sequence parallelism, else `[s, b, H]`.
+        weight: a weight given at the call (tied embeddings), or None for the layer's own.
+        gather: the layer's `runtime_gather_output` of the call.
+        max_workspace_mb: see `LinearHead`.
+    """
+
+    def __init__(
+        self, layer: Any, hidden: Tensor, weight: Tensor | None, gather: bool | None, max_workspace_mb: float | None
+    ) -> None:
+        used = layer.weight if weight is None else weight
+        super().__init__(
+            hidden,
+            used,
+            bias=layer.bias,
+            sequence_parallel=bool(layer.sequence_parallel),
+            max_workspace_mb=max_workspace_mb,
+            main_grad=_main_grad(used),
+        )
+        self._layer, self._gather = layer, gather
+        self._built: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """The logits as a tensor, differentiable, of the memory that a linear head exists to save. Kept for the next
+        who asks."""
+        built = self._built
+        if built is None:
+            forward = type(self._layer).forward
+            x = forward(self._layer, self.hidden, weight=self.weight, runtime_gather_output=self._gather)[0]
+            x = x if self.logit_scale == 1 else x * self.logit_scale
+            built = self._built = x.permute(*self.order, x.dim() - 1)
+        return built
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the logits."""
+        tp = torch.distributed.get_world_size(self._layer.tp_group)
+        columns = self.local_size * (tp if self._gather else 1)
+        return torch.Size((*self.lead(tp), columns))
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        dims = len(self.order) + 1
+        if any(dim % dims == dims - 1 for dim in (dim0, dim1)):
+            return self.logits().transpose(dim0, dim1)
+        return self._forgetting(super().transpose(dim0, dim1))
+
+    def detach(self) -> LazyLogits:
+        return self._forgetting(super().detach())
+
+    def __mul__(self, factor: Any) -> Any:
+        if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            return self._told('mul') * factor
+        out = self._forgetting(copy.copy(self))
+        out.logit_scale = self.logit_scale * factor
+        return out
+
+    __rmul__ = __mul__
+
+    def _forgetting(self, out: LazyLogits) -> LazyLogits:
+        out._built = None
+        return out
+
+    def _told(self, asked: str) -> Tensor:
+        if self._built is None:
+            _say_once(asked)
+        return self.logits()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('_') or not hasattr(Tensor, name):
+            raise AttributeError(f'{type(self).__name__} has no attribute {name!r}, and neither has a tensor')
+        return getattr(self._told(name), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def real(x: Any) -> Any:
+            if isinstance(x, (list, tuple)):
+                return type(x)(real(item) for item in x)
+            return x._told(getattr(func, '__name__', str(func))) if isinstance(x, cls) else x
+
+        return func(*map(real, args), **{key: real(value) for key, value in (kwargs or {}).items()})
+
+
+def _forwarded(name: str) -> Any:
+    def operator(self: LazyLogits, *args: Any) -> Any:
+        return getattr(self._told(name.strip('_')), name)(*args)
+
+    return operator
+
+
+for _name in (
+    'add', 'radd', 'sub', 'rsub', 'truediv', 'rtruediv', 'floordiv', 'mod', 'pow', 'rpow', 'matmul', 'rmatmul', 'neg',
+    'abs', 'getitem', 'len', 'iter', 'lt', 'le', 'gt', 'ge',
+):  # fmt: skip
+    setattr(LazyLogits, f'__{_name}__', _forwarded(f'__{_name}__'))
+
+
+@functools.cache
+def _say_once(asked: str) -> None:
+    logger.warning(
+        'twinkle_megatron builds the logits of a linear head, because they are used as a tensor (%s): this takes the '
+        "memory that head='linear' saves",
+        asked,
+    )
+
+
+def _main_grad(weight: Tensor) -> Tensor | None:
+    """The buffer that Megatron's DDP collects this weight's gradient in; None where autograd has to do it."""
+    if not weight.requires_grad or hasattr(weight, '__fsdp_param__'):
+        return None
+    return getattr(weight, 'main_grad', None)

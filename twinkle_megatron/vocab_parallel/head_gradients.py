@@ -1,0 +1,90 @@
+"""The gradients of a linear head's hidden states, weight and bias, from those of its logits, block by block."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.eager import accumulate_dtype
+
+
+class HeadGradients:
+    """Takes the gradients of blocks of logits; for each block of columns, its blocks of rows come in order.
+
+    Args:
+        rows: `[N, H]` hidden states of the rows that are multiplied.
+        weight: `[V, H]` of the true columns.
+        d_weight: where the gradient of `weight` goes, `[≥ V, H]`; None: it is not wanted.
+        adds: add to `d_weight` instead of writing it.
+        wants_rows, wants_bias: whether these gradients are wanted.
+    """
+
+    def __init__(
+        self, rows: Tensor, weight: Tensor, d_weight: Tensor | None, adds: bool, wants_rows: bool, wants_bias: bool
+    ) -> None:
+        self._rows, self._weight, self._d_weight, self._adds = rows, weight, d_weight, adds
+        self._dtype = accumulate_dtype(rows.dtype)
+        self.d_rows = torch.zeros(rows.shape, dtype=self._dtype, device=rows.device) if wants_rows else None
+        columns = weight.shape[0]
+        self.d_bias = torch.zeros(columns, dtype=self._dtype, device=rows.device) if wants_bias else None
+        self._term = rows.new_empty(0)
+        self._slice: Tensor | None = None
+
+    def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
+        """`grad` `[rows, columns]`, contiguous."""
+        if self.d_rows is not None:
+            self._add_rows(self.d_rows[rows], grad, self._weight[columns])
+        if self._d_weight is not None:
+            self._add_weight(self._d_weight[columns], rows, grad)
+        if self.d_bias is not None:
+            self.d_bias[columns] += grad.sum(0, dtype=self._dtype)
+
+    def _add_rows(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+        if out.dtype == grad.dtype:
+            out.addmm_(grad, weight)
+            return
+        if self._term.numel() < out.numel():
+            self._term = torch.empty_like(out, dtype=grad.dtype)
+        out.add_(torch.mm(grad, weight, out=self._term[: out.shape[0]]))
+
+    def _add_weight(self, out: Tensor, rows: slice, grad: Tensor) -> None:
+        """One product, if it has all rows; else the sum over the blocks of rows, in the accumulation dtype."""
+        first, last = rows.start == 0, rows.stop == self._rows.shape[0]
+        hidden = self._rows[rows]
+        if (first and last) or out.dtype == self._dtype:
+            if first and not self._adds:
+                torch.mm(grad.t(), hidden, out=out)
+            else:
+                add_product(out, grad, hidden)
+            return
+        if first:
+            self._slice = torch.zeros(out.shape, dtype=self._dtype, device=out.device)
+        assert self._slice is not None
+        add_product(self._slice, grad, hidden)
+        if last:
+            out.add_(self._slice) if self._adds else out.copy_(self._slice)
+
+
+def add_product(out: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """`out += grad.T @ hidden`; in float32 without a rounding between by Apex's kernel, where it is installed."""
+    if out.dtype == grad.dtype:
+        out.addmm_(grad.t(), hidden)
+        return
+    apex = _apex() if grad.is_cuda and out.dtype == torch.float32 and grad.dtype != torch.float64 else None
+    if apex is not None:
+        apex.wgrad_gemm_accum_fp32(hidden, grad, out)
+    else:
+        out.add_(torch.mm(grad.t(), hidden))
+
+
+@functools.cache
+def _apex() -> Any:
+    """NVIDIA Apex's extension for weight gradients, or None. (What PyPI calls apex is another package.)"""
+    try:
+        return importlib.import_module('fused_weight_gradient_mlp_cuda')
+    except ImportError:
+        return None
