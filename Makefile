@@ -13,13 +13,14 @@ help: ## this list
 	@echo '  DATA=FILE   JSON lines to train on; default: the language reference of Python'
 	@echo '  STEPS=N     optimizer steps; default: 250'
 	@echo '  TP=N PP=N   tensor and pipeline parallel sizes; default: 2 and 2, so four processes'
+	@echo '  HEAD=NAME   logits, or linear, which never builds them; default: by memory'
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo
 	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
 
 # The shell passes each setting on as one word, whatever is in it.
 demo: venv ## train a small GPT, TP 2 x PP 2, four processes; the loss curve is left in runs/
-	@PYTHON=$(python) launch/local.sh --tp "$${TP:-2}" --pp "$${PP:-2}" $${STEPS:+"--steps=$$STEPS"} $${DATA:+"--data=$$DATA"}
+	@PYTHON=$(python) launch/local.sh --tp "$${TP:-2}" --pp "$${PP:-2}" $${STEPS:+"--steps=$$STEPS"} $${HEAD:+"--head=$$HEAD"} $${DATA:+"--data=$$DATA"}
 
 test: venv ## the tests, under 8 minutes on 2 cores
 	@$(pytest) -q -m 'not long'
@@ -40,8 +41,9 @@ format: venv ## write the format that lint asks for
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
 
-bench: venv ## time and memory of the loss beside Megatron-Core's own
+bench: venv ## time and memory beside Megatron-Core, of the loss and of the linear head
 	@$(python) benchmarks/token_stats.py
+	@$(python) benchmarks/linear_head.py
 
 venv: ## set up .venv with this package and what it is tested with
 	@PYTHON="$${PYTHON:-}" .ci/venv

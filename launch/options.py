@@ -20,6 +20,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(e))
     stem = args.data.stem if args.data else DEFAULT_NAME
     layout = f'tp{args.tp}-pp{args.pp}' + (f'-dp{args.dp}' if args.dp > 1 else '')
+    layout += '' if args.head == 'auto' else f'-{args.head}'
     args.run = args.runs / (args.name or f'{stem}-{layout}')
     return args
 
@@ -47,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
             ('layers', size, 4, 'transformer layers'),
             ('hidden-size', size, 128, 'width of the model'),
             ('heads', size, 4, 'attention heads'),
+            ('head', _one_of('auto', 'logits', 'linear'), 'auto', "whether logits are built: 'linear' never does"),
         ],
         'training': [
             ('steps', size, 250, 'optimizer steps'),
@@ -73,6 +75,17 @@ def _parser() -> argparse.ArgumentParser:
             group.add_argument(f'--{name}', type=kind, default=default, metavar=metavar, help=about)
     parser.add_argument('--dataset', type=Path, help=argparse.SUPPRESS)  # launch/local.sh says where the samples lie
     return parser
+
+
+def _one_of(*names: str) -> Callable[[str], str]:
+    """A type for argparse: one of `names`."""
+
+    def parse_name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f'must be {", ".join(names[:-1])} or {names[-1]}, got {text!r}')
+        return text
+
+    return parse_name
 
 
 def _number(kind: type[int] | type[float], least: float, above: bool = False) -> Callable[[str], int | float]:

@@ -34,7 +34,7 @@ def main() -> None:
     start_processes(args)
 
     chunk, optimizer, scheduler = gpt.build(args, dataset.vocab_size)
-    model = MegatronModel(chunk, optimizer, scheduler, vocab_size=dataset.vocab_size)
+    model = MegatronModel(chunk, optimizer, scheduler, vocab_size=dataset.vocab_size, head=args.head)
     model.set_loss(ChunkedCrossEntropyLoss)
     model.add_metric(TrainMetric, is_training=True)
     model.add_metric(LossMetric)

@@ -10,6 +10,7 @@ from launch import options
 def test_the_run_is_named_after_the_data_and_the_layout():
     assert options.parse(['--tp', '2', '--pp', '2']).run == Path('runs/python-reference-tp2-pp2')
     assert options.parse(['--data', 'a/my.jsonl', '--dp', '2', '--runs', 'out']).run == Path('out/my-tp1-pp1-dp2')
+    assert options.parse(['--head', 'linear']).run == Path('runs/python-reference-tp1-pp1-linear')
     assert options.parse(['--name', 'first']).run == Path('runs/first')
 
 
@@ -27,6 +28,7 @@ def test_the_run_is_named_after_the_data_and_the_layout():
         ('--dp 3', '--micro-batches 2 must be a multiple of --dp 3; try --dp 1 or 2'),
         ('--heads 3', '--hidden-size 128 must be a multiple of --heads 3; try --heads 2 or 4'),
         ('--hidden-size 12', '--hidden-size 12 / --heads 4 must be even, for rotary embeddings'),
+        ('--head lm', "argument --head: must be auto, logits or linear, got 'lm'"),
         ('--warmup 1', '--warmup must be a share of the steps below 1, got 1'),
         ('--name a/b', "--name must be the name of one folder, got 'a/b'"),
         ('--step 5', 'unrecognized arguments: --step 5'),

@@ -32,12 +32,16 @@ def test_first_example_trains_on_two_ranks(tmp_path):
     assert "'total_tokens': 101" in lines[0]
 
 
-def test_example_without_a_model_runs():
+def test_examples_without_a_model_run():
     names = {}
     exec(examples('README.md')[1], names)
     assert names['loss'].isfinite()
     assert names['logits'].grad[:, 1000:].eq(0).all()
     assert torch.equal(names['ids'][:, 0], names['best'])
+    exec(examples('README.md')[2], names)
+    built = torch.nn.functional.cross_entropy((names['hidden'] @ names['weight'].T)[:, :1000], names['target'])
+    torch.testing.assert_close(names['loss'], built)
+    assert names['hidden'].grad.abs().sum() > 0
 
 
 @pytest.fixture(scope='module')

@@ -40,6 +40,19 @@ def test_four_processes_train_and_leave_figures_and_a_picture(tmp_path):
     assert 'Warning' not in run.stderr
 
 
+def test_the_linear_head_gives_the_same_curve(tmp_path):
+    for head in ('logits', 'linear'):
+        run = start('--tp', '2', '--steps', '5', '--head', head, *SMALL, tmp_path=tmp_path)
+        assert run.returncode == 0, run.stderr
+    built, never_built = (_curve(figures(tmp_path, f'python-reference-tp2-pp1-{h}')) for h in ('logits', 'linear'))
+    for one, other in zip(built, never_built, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+
+
+def _curve(lines):
+    return [{name: x for name, x in line.items() if not name.endswith(('seconds', 'second'))} for line in lines]
+
+
 @pytest.mark.long
 def test_the_curve_is_the_same_under_every_layout(tmp_path):
     options = ['--steps', '4', '--lr', '1e-3', '--warmup', '0.5', *SMALL]
@@ -48,10 +61,7 @@ def test_the_curve_is_the_same_under_every_layout(tmp_path):
         sizes = [text for name, size in zip(('--tp', '--pp', '--dp'), layout) for text in (name, str(size))]
         run = start(*sizes, '--name', 'run', *options, tmp_path=tmp_path)
         assert run.returncode == 0, run.stderr
-        lines = figures(tmp_path, 'run')
-        curves.append(
-            [{name: x for name, x in line.items() if not name.endswith(('seconds', 'second'))} for line in lines]
-        )
+        curves.append(_curve(figures(tmp_path, 'run')))
     for curve in curves[1:]:
         for one, other in zip(curve, curves[0], strict=True):
             assert one == pytest.approx(other, rel=1e-4)
