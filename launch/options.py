@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for name, kind, default, what in options:
             about = what if default is None else f'{what} ({default})'
-            metavar = {Path: 'PATH', str: 'NAME'}.get(kind, 'N')
+            metavar = {Path: 'PATH', str: 'NAME'}.get(kind, 'NAME' if isinstance(default, str) else 'N')
             group.add_argument(f'--{name}', type=kind, default=default, metavar=metavar, help=about)
     parser.add_argument('--dataset', type=Path, help=argparse.SUPPRESS)  # launch/local.sh says where the samples lie
     return parser
