@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from twinkle_megatron.batch import (
+    Counts,
     TokenBatch,
     as_micro_batches,
     join_context,
+    packing_of,
     pad_micro_batch,
-    sequence_boundaries,
     split_context,
     split_extra,
     trained_labels,
@@ -73,26 +74,26 @@ def test_completion_mask_and_labels_both_take_tokens_out():
     batch = TokenBatch.of(inputs)
     assert int(batch.count) == 2
     assert int(batch.tokens) == 2
-    assert TokenBatch.of(inputs, tokens=11).tokens == 11
+    assert TokenBatch.of(inputs, counts=Counts(11, 2)).tokens == 11
     assert int(TokenBatch.of({'labels': torch.tensor([-100])}).tokens) == 1
     assert inputs['labels'].tolist() == [[3, -100, 4, 5]]
 
 
 def test_packed_rows_are_known_by_boundaries_or_restarting_positions():
     ids = torch.zeros(1, 5).long()
-    assert sequence_boundaries({'input_ids': ids}) is None
-    assert sequence_boundaries({'input_ids': ids, 'position_ids': torch.arange(5)[None]}) is None
+    assert packing_of({'input_ids': ids}) is None
+    assert packing_of({'input_ids': ids, 'position_ids': torch.arange(5)[None]}) is None
     packed = {'input_ids': ids, 'position_ids': torch.tensor([[0, 1, 0, 1, 2]])}
-    assert sequence_boundaries(packed).tolist() == [0, 2, 5]
-    assert sequence_boundaries({'input_ids': ids, 'cu_seqlens': torch.tensor([0, 3, 4])}).tolist() == [0, 3, 4]
+    assert packing_of(packed).boundaries.tolist() == [0, 2, 5]
+    assert packing_of({'input_ids': ids, 'cu_seqlens': torch.tensor([0, 3, 4])}).boundaries.tolist() == [0, 3, 4]
     padded_rows = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 0, 0]])
-    assert sequence_boundaries({'input_ids': torch.zeros(2, 5).long(), 'position_ids': padded_rows}) is None
+    assert packing_of({'input_ids': torch.zeros(2, 5).long(), 'position_ids': padded_rows}) is None
 
 
 @pytest.mark.parametrize('bad', [[0, 3, 2], [1, 5], [0, 6], [0]])
 def test_wrong_boundaries_are_refused(bad):
     with pytest.raises(ValueError, match='cu_seqlens must rise from 0'):
-        sequence_boundaries({'input_ids': torch.zeros(1, 5).long(), 'cu_seqlens': torch.tensor(bad)})
+        packing_of({'input_ids': torch.zeros(1, 5).long(), 'cu_seqlens': torch.tensor(bad)})
 
 
 def test_extras_with_one_entry_a_sample_are_split_and_others_go_everywhere():

@@ -13,8 +13,15 @@ if TYPE_CHECKING:
 class InputFeature(TypedDict, total=False):
     """One micro-batch (2-D tensors `[b, s]`) or one sample (1-D, `[s]`).
 
-    `labels` are already shifted: `labels[..., i]` is the token that the logits at position `i` must predict; -100 is
-    ignored. A token with `completion_mask` 0 is ignored too; the mask is aligned with the labels.
+    `labels` are already shifted (`batch.shift_labels` does that): `labels[..., i]` is the token that the logits at
+    position `i` must predict; -100 is ignored. A token with `completion_mask` 0 is ignored too; the mask is aligned
+    with the labels.
+
+    A packed row `[1, T]` holds several sequences, as `position_ids` that restart at 0 say, or `cu_seqlens` `[n + 1]`
+    (with `cu_seqlens_padded` where each sequence is followed by padding of its own), or Megatron's
+    `packed_seq_params`. A loss that `MegatronModel` calls finds `sequence_ids` `[b, s]`, the number of each token's
+    sequence in the micro-batch, and `sequence_tokens` `[n]`, how many trained tokens each has, of all context parallel
+    ranks.
     """
 
     input_ids: torch.Tensor
@@ -23,6 +30,10 @@ class InputFeature(TypedDict, total=False):
     labels: torch.Tensor
     completion_mask: torch.Tensor
     cu_seqlens: torch.Tensor
+    cu_seqlens_padded: torch.Tensor
+    packed_seq_params: Any
+    sequence_ids: torch.Tensor
+    sequence_tokens: torch.Tensor
     length: int
 
 

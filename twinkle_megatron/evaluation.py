@@ -11,11 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .arguments import reject_unknown
-from .batch import TokenBatch
+from .batch import Counts, TokenBatch
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
-from .loss.base import TokenLoss, sweep_for
+from .loss.base import SweepLoss, sweep_for
 from .metric import Metric
 from .vocab_parallel import LinearHead, Logits, TokenStats, VocabShard
 from .vocab_parallel.logits import local_size
@@ -51,16 +50,32 @@ class Evaluation:
     ) -> None:
         self.loss = loss
         self.ignore_index = int(getattr(loss, 'ignore_index', -100))
-        self._metrics = [(metric, _accepted(metric, facts)) for metric in metrics]
+        self.temperature = float(getattr(loss, 'temperature', 1.0))
+        self._metrics = [_accepted(metric, facts) for metric in metrics]
         self._groups = groups
         self._shard_of = shard_of
         wanted = set(getattr(loss, 'needs', {'log_prob'}))
         self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
 
     @property
+    def extras(self) -> dict[str, str] | None:
+        """What each keyword of a call is; None where a custom loss does not say."""
+        if not isinstance(self.loss, SweepLoss):
+            return None
+        named: dict[str, str] = {}
+        for metric, _, _ in self._metrics:
+            named |= getattr(metric, 'extras', {})
+        return named | dict(self.loss.extras)
+
+    @property
+    def over(self) -> str:
+        """Of what the loss is a mean, 'tokens' or 'sequences'."""
+        return self.loss.over if isinstance(self.loss, SweepLoss) else 'tokens'
+
+    @property
     def is_foreign(self) -> bool:
         """Whether the loss is a custom one, which may do anything with the logits."""
-        return not isinstance(self.loss, TokenLoss)
+        return not isinstance(self.loss, SweepLoss)
 
     def sweep(self, logits: Logits, labels: Tensor) -> Seen:
         """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP, and
@@ -73,34 +88,54 @@ class Evaluation:
         inputs: dict[str, Any],
         extra: Mapping[str, Any],
         seen: Seen,
-        tokens: int,
+        counts: Counts,
         micro_batches: int,
     ) -> Tensor:
         """This micro-batch's summand of the global loss: summed over micro-batches and DP×CP ranks it is that loss.
 
-        `tokens` and `micro_batches` are those of the global batch. Feeds the metrics too.
+        `counts` and `micro_batches` are those of the global batch, `extra` the keywords of the call, those per token
+        aligned with the labels.
         """
         features = cast(InputFeature, inputs)
-        batch = TokenBatch.of(features, self.ignore_index, max(tokens, 1))
+        outputs = self._outputs(seen)
+        if isinstance(self.loss, SweepLoss):
+            batch = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp)
+            own = {key: value for key, value in extra.items() if key in self.loss.extras}
+            return self.loss.contribution(batch, seen.stats, **own)
+        outputs['logits'] = seen.logits
+        return self._foreign(features, outputs, extra, counts, micro_batches)
+
+    def feed(self, inputs: dict[str, Any], extra: Mapping[str, Any], seen: Seen, counts: Counts, share: Tensor) -> None:
+        """Gives the metrics one micro-batch, whose summand of the loss is `share`."""
+        if not self._metrics:
+            return
+        features, outputs = cast(InputFeature, inputs), self._outputs(seen)
+        if not isinstance(self.loss, SweepLoss):
+            outputs['logits'] = seen.logits
+        labels = inputs['labels']
+        if self.ignore_index != -100:  # what metrics know as ignored
+            labels = labels.masked_fill(labels == self.ignore_index, -100)
+            features = cast(InputFeature, {**inputs, 'labels': labels})
+        told = _detached(outputs)
+        told['loss'] = share.detach().double() * counts.tokens
+        told['num_tokens'] = (labels != -100).sum()
+        for metric, facts, names in self._metrics:
+            metric.accumulate(features, told, **facts, **{name: extra[name] for name in names if name in extra})
+
+    @staticmethod
+    def _outputs(seen: Seen) -> ModelOutput:
         assert seen.stats.log_prob is not None
         outputs = ModelOutput(token_stats=seen.stats, logps=seen.stats.log_prob, vocab_shard=seen.shard)
         if seen.stats.entropy is not None:
             outputs['entropies'] = seen.stats.entropy
-        if isinstance(self.loss, TokenLoss):
-            reject_unknown(extra, (), type(self.loss).__name__)
-            share = self.loss.contribution(batch, seen.stats)
-        else:
-            outputs['logits'] = seen.logits
-            share = self._foreign(features, outputs, extra, tokens, micro_batches)
-        self._feed(features, outputs, share, batch, tokens)
-        return share
+        return outputs
 
     def _foreign(
         self,
         inputs: InputFeature,
         outputs: ModelOutput,
         extra: Mapping[str, Any],
-        tokens: int,
+        counts: Counts,
         micro_batches: int,
     ) -> Tensor:
         """A custom loss as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
@@ -126,28 +161,19 @@ class Evaluation:
                 f'a loss must depend on the logits or logps in a way that autograd sees, got the constant '
                 f'{loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
             )
-        weight = tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
+        weight = counts.tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
         return loss.reshape(()) / max(weight, 1)
 
-    def _feed(self, inputs: InputFeature, outputs: ModelOutput, share: Tensor, batch: TokenBatch, tokens: int) -> None:
-        if not self._metrics:
-            return
-        if self.ignore_index != -100:  # what metrics know as ignored
-            labels = batch.labels.masked_fill(batch.labels == self.ignore_index, -100)
-            inputs = cast(InputFeature, {**inputs, 'labels': labels})
-        told = _detached(outputs)
-        told['loss'], told['num_tokens'] = share.detach().double() * tokens, batch.count
-        for metric, facts in self._metrics:
-            metric.accumulate(inputs, told, **facts)
 
-
-def _accepted(metric: Metric, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The facts that this metric's `accumulate` names, or all if it takes any keyword."""
+def _accepted(metric: Metric, facts: Mapping[str, Any]) -> tuple[Metric, dict[str, Any], tuple[str, ...]]:
+    """The facts that this metric's `accumulate` names, or all if it takes any keyword; and the keywords of a call that
+    it names."""
     parameters = inspect.signature(metric.accumulate).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(facts)
-    names = {p.name for p in parameters}
-    return {name: value for name, value in facts.items() if name in names}
+        return metric, dict(facts), names
+    named = {p.name for p in parameters}
+    return metric, {name: value for name, value in facts.items() if name in named}, names
 
 
 def _described(result: Any) -> str:

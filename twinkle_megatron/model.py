@@ -17,7 +17,7 @@ from .megatron.accumulation import Accumulation
 from .megatron.head_choice import HeadChoice
 from .megatron.heads import check_no_hook
 from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
-from .megatron.plan import Limits, Plan, make_plan
+from .megatron.plan import Extras, Limits, Plan, make_plan
 from .megatron.schedule import Outcome, Runner
 from .metric import Metric, build_metric
 from .vocab_parallel import VocabShard
@@ -128,6 +128,7 @@ class MegatronModel:
         micro_batch_size: int | None = None,
         *,
         finalize: bool = True,
+        shifted: bool = True,
         **extra: Any,
     ) -> dict[str, Any]:
         """Accumulates the gradient of the mean loss over this call's global batch.
@@ -139,11 +140,16 @@ class MegatronModel:
             finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss.
                 With False they stay local sums until a later call or the step finalises, which saves that much
                 communication.
-            extra: keywords for a custom loss; tensors and lists with one entry a sample are split like the samples.
+            shifted: whether keywords with an entry for every token are aligned with the labels; False: with
+                `input_ids`.
+            extra: keywords of the loss and the metrics, for the whole call in sample order (a sample is a sequence,
+                also one of a packed row): see the loss, and `align_extras` for the forms they may have. Of a custom
+                loss, tensors and lists with one entry a sample are split like the samples.
 
         Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the
         log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step
-        accumulate the mean over all their tokens. A global batch without trained tokens gives 0.0 and no gradient.
+        accumulate the mean over all their tokens (or sequences, where the loss is a mean over these). A global batch
+        without trained tokens gives 0.0 and no gradient.
 
         An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
         gradient, of earlier calls neither.
@@ -151,12 +157,13 @@ class MegatronModel:
         checks.check_grad_mode()
         evaluation = self._evaluation(extra, training=True)
         with self._accumulation.dropped_on_error():
-            plan = self._plan(inputs, micro_batch_size, extra, evaluation)
-            if plan.tokens == 0:
+            plan = self._plan(inputs, micro_batch_size, Extras(extra, evaluation.extras, shifted), evaluation)
+            if plan.counts.tokens == 0:
                 if finalize:
                     self._accumulation.ready()  # what earlier calls have left
                 return self._nothing(plan)
-            with self._accumulation.adding(plan.tokens, finalize) as scale:
+            items = getattr(plan.counts, evaluation.over)
+            with self._accumulation.adding(plan.counts.tokens, items, finalize) as scale:
                 take_head = self._head.taken(plan.most_tokens)
                 outcome = self._runner.run(
                     plan, evaluation, training=True, scale=scale, sync=finalize, take_head=take_head
@@ -164,10 +171,12 @@ class MegatronModel:
         return self._result(outcome)
 
     @torch.no_grad()
-    def forward_only(self, inputs: Any, micro_batch_size: int | None = None, **extra: Any) -> dict[str, Any]:
+    def forward_only(
+        self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True, **extra: Any
+    ) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
         evaluation = self._evaluation(extra, training=False)
-        plan = self._plan(inputs, micro_batch_size, extra, evaluation)
+        plan = self._plan(inputs, micro_batch_size, Extras(extra, evaluation.extras, shifted), evaluation)
         if not plan.items:
             return self._nothing(plan)
         with _eval_mode(self.chunks):
@@ -221,10 +230,11 @@ class MegatronModel:
     def _evaluation(self, extra: dict[str, Any], training: bool) -> Evaluation:
         if self._loss is None:
             raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
-        checks.check_extra(self._loss, extra)
-        return Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
+        evaluation = Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
+        checks.check_extra(self._loss, extra, evaluation.extras)
+        return evaluation
 
-    def _plan(self, inputs: Any, micro_batch_size: int | None, extra: dict[str, Any], evaluation: Evaluation) -> Plan:
+    def _plan(self, inputs: Any, micro_batch_size: int | None, extra: Extras, evaluation: Evaluation) -> Plan:
         return make_plan(
             inputs,
             micro_batch_size,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..arguments import reject_unknown
-from ..batch import TokenBatch
+from ..arguments import checked_arguments, reject_unknown
+from ..batch import CONSTANT, TokenBatch, WholeRows, align_extras
 from ..data_format import InputFeature, LossOutput, ModelOutput
 from ..groups import tensor_parallel_group
 from ..vocab_parallel import Logits, TokenStats, VocabShard, token_stats
@@ -34,53 +35,52 @@ class Loss:
         raise NotImplementedError(f'{type(self).__name__} must define __call__(inputs, outputs, **extra)')
 
 
-class TokenLoss(Loss):
-    """A mean of per-token values over the trained tokens. A subclass gives the value of each token.
+class SweepLoss(Loss):
+    """A loss of the per-token statistics that one sweep over the logits finds. A subclass gives `contribution`.
 
-    `reduction`: 'mean' over the trained tokens, 0 when there are none (torch gives NaN there); 'sum', which reports how
-    many tokens it sums over; 'none', the per-token tensor. Inside `MegatronModel` 'mean' and 'sum' both train the mean
-    over the tokens of the global batch, and 'none' is refused.
-
-    Called by hand, `outputs` holds `token_stats`, or `logits`, or ready `logps` `[...]`. Logits are this rank's
-    vocabulary shard, as `outputs['vocab_shard']` says or, without it, when Megatron's tensor parallel group has
-    several ranks.
+    Called by hand, `outputs` holds `token_stats`, or `logits`, or ready `logps` `[...]` (and `entropies`). Logits are
+    this rank's vocabulary shard, as `outputs['vocab_shard']` says or, without it, when Megatron's tensor parallel group
+    has several ranks. The call's keywords are those of `extras`.
     """
-
-    def __init__(self, ignore_index: int = -100, reduction: str = 'mean', **unknown: Any) -> None:
-        reject_unknown(unknown, self.arguments(), type(self).__name__)
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of 'mean', 'sum', 'none', got {reduction!r}")
-        if not isinstance(ignore_index, int):
-            raise ValueError(f'ignore_index must be an int, got {ignore_index!r}')
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-
-    @classmethod
-    def arguments(cls) -> tuple[str, ...]:
-        """Names that the constructor takes."""
-        return ('ignore_index', 'reduction')
 
     temperature = 1.0
     chunk_size: int | None = None
     inplace_backward = False
 
-    def token_losses(self, stats: TokenStats) -> Tensor:
-        """The loss of each token `[...]`, 0 where ignored."""
-        raise NotImplementedError
+    extras: ClassVar[Mapping[str, str]] = {}
+    """The keywords of a call, and what each of them is: see `align_extras`."""
 
-    def contribution(self, batch: TokenBatch, stats: TokenStats) -> Tensor:
-        """This micro-batch's summand of the mean over `batch.tokens` tokens."""
-        return self.token_losses(stats).sum() / batch.tokens
+    over: ClassVar[str] = 'tokens'
+    """Of what it is a mean, 'tokens' or 'sequences': how calls weigh that are accumulated before one step."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        if not isinstance(ignore_index, int):
+            raise ValueError(f'ignore_index must be an int, got {ignore_index!r}')
+        self.ignore_index = ignore_index
+
+    def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
+        """This micro-batch's summand of the loss: summed over micro-batches and DP×CP ranks it is the loss of the
+        global batch. `extra` holds what was given of `extras`, aligned with `batch.labels`."""
+        raise NotImplementedError(f'{type(self).__name__} must define contribution(batch, stats)')
 
     def __call__(self, inputs: InputFeature, outputs: ModelOutput, **extra: Any) -> LossOutput:
-        reject_unknown(extra, (), f'{type(self).__name__}.__call__')
+        batch, stats, extra = self._by_hand(inputs, outputs, extra)
+        return LossOutput(loss=self.contribution(batch, stats, **extra), num_tokens=0)
+
+    def _by_hand(
+        self, inputs: InputFeature, outputs: ModelOutput, extra: dict[str, Any]
+    ) -> tuple[TokenBatch, TokenStats, dict[str, Any]]:
+        reject_unknown(extra, self.extras, f'{type(self).__name__}.__call__')
         batch = TokenBatch.of(inputs, self.ignore_index)
+        given = {key: value for key, value in extra.items() if value is not None}
+        if any(self.extras[key] != CONSTANT for key in given):
+            whole = WholeRows.of({**inputs, 'labels': batch.labels}, self.ignore_index)
+            (given,) = align_extras(given, self.extras, [whole])
+            shaped = batch.labels.shape
+            given = {k: v.view(shaped) if self.extras[k] != CONSTANT else v for k, v in given.items()}
         stats = self._statistics(batch, outputs)
-        if self.reduction == 'none':
-            return LossOutput(loss=self.token_losses(stats), num_tokens=0)
-        if self.reduction == 'sum':
-            return LossOutput(loss=self.token_losses(stats).sum(), num_tokens=batch.count.clamp(min=1))
-        return LossOutput(loss=self.contribution(batch, stats), num_tokens=0)
+        assert stats.log_prob is not None
+        return replace(batch, labels=batch.labels.to(stats.log_prob.device)), stats, given
 
     def _statistics(self, batch: TokenBatch, outputs: ModelOutput) -> TokenStats:
         ready = outputs.get('token_stats')
@@ -93,16 +93,52 @@ class TokenLoss(Loss):
         logps = outputs.get('logps')
         if logps is None:
             raise ValueError(f"outputs must hold 'logits' or 'logps', got the keys {sorted(outputs)}")
-        if self.needs - {'log_prob'}:
+        found = {'log_prob': logps, 'entropy': outputs.get('entropies')}
+        lacks = sorted(name for name in self.needs if found.get(name) is None)
+        if lacks:
             raise ValueError(
-                f'{type(self).__name__} needs {sorted(self.needs - {"log_prob"})} of the whole distribution: give '
-                "outputs['logits'], from 'logps' alone they cannot be had"
+                f"{type(self).__name__} needs {lacks} of the whole distribution: give outputs['logits'], from 'logps' "
+                'alone they cannot be had'
             )
-        if logps.shape != batch.labels.shape:
-            raise ValueError(
-                f'logps must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(logps.shape)}'
-            )
-        return TokenStats(log_prob=logps.masked_fill(batch.labels.to(logps.device) == self.ignore_index, 0))
+        ignored = batch.labels.to(logps.device) == self.ignore_index
+        for name, values in found.items():
+            if values is not None and values.shape != batch.labels.shape:
+                key = {'log_prob': 'logps', 'entropy': 'entropies'}[name]
+                raise ValueError(
+                    f'{key} must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(values.shape)}'
+                )
+        return TokenStats(**{name: None if x is None else x.masked_fill(ignored, 0) for name, x in found.items()})
+
+
+class TokenLoss(SweepLoss):
+    """A mean of per-token values over the trained tokens. A subclass gives the value of each token.
+
+    `reduction`: 'mean' over the trained tokens, 0 when there are none (torch gives NaN there); 'sum', which reports how
+    many tokens it sums over; 'none', the per-token tensor. Inside `MegatronModel` 'mean' and 'sum' both train the mean
+    over the tokens of the global batch, and 'none' is refused.
+    """
+
+    @checked_arguments
+    def __init__(self, ignore_index: int = -100, reduction: str = 'mean', **unknown: Any) -> None:
+        super().__init__(ignore_index)
+        if reduction not in REDUCTIONS:
+            raise ValueError(f"reduction must be one of 'mean', 'sum', 'none', got {reduction!r}")
+        self.reduction = reduction
+
+    def token_losses(self, stats: TokenStats) -> Tensor:
+        """The loss of each token `[...]`, 0 where ignored."""
+        raise NotImplementedError
+
+    def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
+        return self.token_losses(stats).sum() / batch.tokens
+
+    def __call__(self, inputs: InputFeature, outputs: ModelOutput, **extra: Any) -> LossOutput:
+        batch, stats, _ = self._by_hand(inputs, outputs, extra)
+        if self.reduction == 'none':
+            return LossOutput(loss=self.token_losses(stats), num_tokens=0)
+        if self.reduction == 'sum':
+            return LossOutput(loss=self.token_losses(stats).sum(), num_tokens=batch.count.clamp(min=1))
+        return LossOutput(loss=self.contribution(batch, stats), num_tokens=0)
 
 
 def sweep_for(
@@ -110,7 +146,7 @@ def sweep_for(
 ) -> TokenStats:
     """One sweep over the logits at this loss's temperature, tile size and `ignore_index`, which finds all of `needs`.
 
-    Only a `TokenLoss` may have the gradient written into the logits' storage: it does not read them again. (A linear
+    Only a `SweepLoss` may have the gradient written into the logits' storage: it does not read them again. (A linear
     head has no such storage.)
     """
     return token_stats(
@@ -123,5 +159,5 @@ def sweep_for(
         mean_logit='mean_logit' in needs,
         argmax='argmax' in needs,
         chunk_size=getattr(loss, 'chunk_size', None),
-        reuse_storage=isinstance(loss, TokenLoss) and loss.inplace_backward,
+        reuse_storage=isinstance(loss, SweepLoss) and loss.inplace_backward,
     )

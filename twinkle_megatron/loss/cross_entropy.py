@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arguments import checked_arguments
 from ..vocab_parallel import TokenStats
 from ..vocab_parallel.functions import check_weights, cross_entropy_of
 from .base import TokenLoss
@@ -34,6 +35,7 @@ class CrossEntropyLoss(TokenLoss):
     for labels outside the vocabulary, and for logits that are not this rank's shard.
     """
 
+    @checked_arguments
     def __init__(
         self,
         ignore_index: int = -100,
@@ -44,16 +46,12 @@ class CrossEntropyLoss(TokenLoss):
         inplace_backward: bool = False,
         **unknown: Any,
     ) -> None:
-        super().__init__(ignore_index, reduction, **unknown)
+        super().__init__(ignore_index, reduction)
         check_weights(label_smoothing, z_loss)
         self.dft = dft
         self.label_smoothing = label_smoothing
         self.z_loss = z_loss
         self.inplace_backward = inplace_backward
-
-    @classmethod
-    def arguments(cls) -> tuple[str, ...]:
-        return (*super().arguments(), 'dft', 'label_smoothing', 'z_loss', 'inplace_backward')
 
     @property
     def needs(self) -> frozenset[str]:
@@ -80,6 +78,7 @@ class ChunkedCrossEntropyLoss(CrossEntropyLoss):
     vocabulary is made but the gradient itself, for any `chunk_size`. Other arguments are those of `CrossEntropyLoss`.
     """
 
+    @checked_arguments
     def __init__(
         self,
         chunk_size: int = 1024,
@@ -91,11 +90,7 @@ class ChunkedCrossEntropyLoss(CrossEntropyLoss):
         inplace_backward: bool = False,
         **unknown: Any,
     ) -> None:
-        super().__init__(ignore_index, reduction, dft, label_smoothing, z_loss, inplace_backward, **unknown)
+        super().__init__(ignore_index, reduction, dft, label_smoothing, z_loss, inplace_backward)
         if not isinstance(chunk_size, int) or chunk_size < 1:
             raise ValueError(f'chunk_size must be an int >= 1 (vocabulary entries handled at once), got {chunk_size!r}')
         self.chunk_size = chunk_size
-
-    @classmethod
-    def arguments(cls) -> tuple[str, ...]:
-        return ('chunk_size', *super().arguments())

@@ -11,10 +11,11 @@ from .schedule import Runner
 
 
 class Accumulation:
-    """Keeps what each call weighs, so that the gradient is the token mean over all calls since the last step.
+    """Keeps what each call weighs, so that the gradient is that of the mean over all calls since the last step.
 
-    A call with G tokens adds w · (gradient of its mean), w = G under Megatron's `calculate_per_token_loss`, else G /
-    G_first so that a single call is not scaled at all; finalising reduces over ranks and divides by Σ w. What is
+    A call whose loss is a mean of n tokens or sequences adds w · (gradient of its mean), w = n / n_first; finalising
+    reduces over ranks and divides by Σ w. Under Megatron's `calculate_per_token_loss` w is multiplied by the first
+    call's tokens, the scale that Megatron gives its auxiliary losses. What is
     reduced must not be reduced again: a call after a finalised one sets the gradients aside until its own
     finalisation, at the cost of one more gradient buffer. Calls with `finalize=False` do without.
     """
@@ -38,11 +39,11 @@ class Accumulation:
             raise
 
     @contextmanager
-    def adding(self, tokens: int, sync: bool) -> Iterator[float]:
-        """Around the schedule of one call: yields the scale of its gradient."""
+    def adding(self, tokens: float, items: float, sync: bool) -> Iterator[float]:
+        """Around the schedule of one call, whose loss is a mean of `items`: yields the scale of its gradient."""
         self._reopen()
-        first = self._first or float(tokens)
-        weight = float(tokens) if self._runner.per_token else tokens / first
+        first = self._first or (tokens if self._runner.per_token else 1.0, items)
+        weight = items * (first[0] / first[1])
         yield weight
         self._first = first
         self._weight += weight
@@ -59,7 +60,7 @@ class Accumulation:
         return True
 
     def _forget(self) -> None:
-        self._first: float | None = None
+        self._first: tuple[float, float] | None = None
         self._weight = 0.0
         self._finalized = False
         self._aside: list[Tensor] = []

@@ -10,7 +10,6 @@ import torch
 
 from ..arguments import reject_unknown
 from ..groups import Groups, group_rank, group_size
-from ..loss.base import TokenLoss
 from ..vocab_parallel import VocabShard
 from . import cpu
 from .optimizer import is_megatron
@@ -121,10 +120,10 @@ def vocab_shard(local_size: int, group: Any, vocab_size: int | None, padded: int
     return VocabShard(start, start + share, vocab_size, group)
 
 
-def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any]) -> None:
-    """ValueError for keywords that the loss does not take."""
-    if isinstance(loss, TokenLoss):
-        reject_unknown(extra, (), f'forward_backward with {type(loss).__name__}')
+def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Mapping[str, str] | None) -> None:
+    """ValueError for keywords that neither the loss nor a metric takes; `known` is None where they do not say."""
+    if known is not None:
+        reject_unknown(extra, known, f'forward_backward with {type(loss).__name__}')
         return
     try:
         parameters = list(inspect.signature(loss).parameters.values())

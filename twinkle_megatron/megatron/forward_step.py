@@ -12,9 +12,9 @@ from torch import Tensor
 from ..batch import split_context
 from ..evaluation import Evaluation, Seen, nothing
 from ..groups import Groups, all_gather_rows, group_rank, group_size
-from ..vocab_parallel import LinearHead, Logits
+from ..vocab_parallel import LinearHead, Logits, cross_entropy
 from .heads import has_loss_hook
-from .plan import Item, Plan
+from .plan import PREFIX, Item, Plan
 
 
 class ForwardStep:
@@ -22,7 +22,8 @@ class ForwardStep:
 
     `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the
     sum of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and
-    `error` what the loss, a metric or the head threw: from then on every micro-batch is run without training anything.
+    `error` what the loss, a metric or the head threw first. The micro-batches after it are run like any others, since
+    other ranks, which may have had no error, wait in their collectives.
     """
 
     def __init__(
@@ -52,7 +53,8 @@ class ForwardStep:
         """Megatron's forward step: runs a chunk on the next micro-batch, and gives the function of its output."""
         item, groups = next(items), self._groups
         batch = self._on_device(_with_positions(item, self._model))
-        local = split_context(batch, group_size(groups.cp), group_rank(groups.cp))
+        boundaries = None if item.packing is None else item.packing.boundaries
+        local = split_context(batch, group_size(groups.cp), group_rank(groups.cp), boundaries)
         self._seen, self._swept = None, False
         output = chunk(**self._arguments(item, local))
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
@@ -62,13 +64,12 @@ class ForwardStep:
         seen = self._sweep(logits, labels)
         if seen is None:
             return nothing(logits, tuple(labels.shape))
-        if self.error is not None:
-            return nothing(_end_of(seen), tuple(labels.shape))
+        if self._evaluation.temperature != 1 and getattr(self._config, 'mtp_num_layers', None):
+            return cross_entropy(logits, labels, shard=seen.shard, ignore_index=self._evaluation.ignore_index)
         assert seen.stats.log_prob is not None
         return -seen.stats.log_prob
 
     def _sweep(self, logits: Logits, labels: Tensor) -> Seen | None:
-        """Also after an error on this rank: the other TP ranks, which may have had none, wait in its collective."""
         self._swept = True
         self._seen = None
         try:
@@ -91,31 +92,40 @@ class ForwardStep:
         return scaled, report
 
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
-        """This micro-batch's summand of the loss, or a zero without gradient once something has failed."""
+        """This micro-batch's summand of the loss, or a zero without gradient where that failed."""
         seen = self._seen if self._swept else self._sweep(output, local['labels'])
-        share = None if self.error is not None or seen is None else self._contribution(item, local, seen)
+        inputs = {key: value for key, value in local.items() if not key.startswith(PREFIX)}
+        extra = item.extra | {key[len(PREFIX) :]: value for key, value in local.items() if key.startswith(PREFIX)}
+        share = None if seen is None else self._contribution(inputs, extra, seen)
+        if self._evaluation.is_foreign and self._failed_on_a_peer(share is None):
+            share = None
         if seen is None:
             return nothing(output)
-        if isinstance(seen.logits, LinearHead) and self._evaluation.is_foreign and self._failed_on_a_tp_rank():
-            share = None
         if share is None:
             return nothing(_end_of(seen))
+        try:
+            self._evaluation.feed(inputs, extra, seen, self.plan.counts, share)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = self.error or error
         assert seen.stats.log_prob is not None
         self.logps.append(seen.stats.log_prob.detach())
         return share
 
-    def _contribution(self, item: Item, local: dict[str, Any], seen: Seen) -> Tensor | None:
+    def _contribution(self, inputs: dict[str, Any], extra: dict[str, Any], seen: Seen) -> Tensor | None:
         try:
-            return self._evaluation.contribution(local, item.extra, seen, self.plan.tokens, self.plan.micro_batches)
+            return self._evaluation.contribution(inputs, extra, seen, self.plan.counts, self.plan.micro_batches)
         except Exception as error:  # raised after the schedule, on every rank
-            self.error = error
+            self.error = self.error or error
             return None
 
-    def _failed_on_a_tp_rank(self) -> bool:
-        """A custom loss may have built the logits of a linear head, whose backward pass then has one more collective:
-        all TP ranks have to go through it, or none. One small collective over TP."""
-        failed = torch.tensor(float(self.error is not None), device=self._device)
-        return bool(all_gather_rows(failed, self._groups.tp).any())
+    def _failed_on_a_peer(self, failed: bool) -> bool:
+        """Whether a custom loss failed on a TP or CP rank of this replica. It may have built the logits of a linear
+        head or summed over sequences, whose backward passes are collective: all these ranks have to go through them, or
+        none. One small collective over each of the two groups."""
+        mark = torch.tensor(float(failed), device=self._device)
+        for group in (self._groups.tp, self._groups.cp):
+            mark = all_gather_rows(mark, group).amax()
+        return bool(mark)
 
     def _on_device(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {k: v.to(self._device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -132,8 +142,9 @@ class ForwardStep:
             out['labels'] = local['labels']
         if getattr(self._config, 'mtp_num_layers', None):
             out['loss_mask'] = (local['labels'] != self._evaluation.ignore_index).float()
-        if item.boundaries is not None:
-            out['packed_seq_params'] = _packed(item.boundaries, int(ids.shape[1]), ids.device)
+        if item.packing is not None:
+            length = int(item.batch['input_ids'].shape[1])
+            out['packed_seq_params'] = _packed(item.packing.boundaries, length, ids.device)
         return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
 
 
@@ -156,8 +167,8 @@ def _with_positions(item: Item, model: Any) -> dict[str, Any]:
     if batch.get('position_ids') is None:
         rows, length = batch['input_ids'].shape
         positions = torch.arange(length, device=batch['input_ids'].device)
-        if item.boundaries is not None:
-            starts = item.boundaries.to(positions.device)
+        if item.packing is not None:
+            starts = item.packing.boundaries.to(positions.device)
             at = torch.bucketize(positions, starts[1:], right=True, out_int32=True).clamp(max=starts.numel() - 1)
             positions = positions - starts[at]
         limit = getattr(model, 'max_sequence_length', None)

@@ -10,8 +10,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..batch import as_micro_batches, pad_micro_batch, sequence_boundaries, split_extra, trained_labels
-from ..batch_checks import check_micro_batch, explain_fault, value_faults
+from ..batch import (
+    CONSTANT,
+    Counts,
+    Packing,
+    WholeRows,
+    align_extras,
+    as_micro_batches,
+    check_micro_batch,
+    explain_fault,
+    packing_of,
+    pad_micro_batch,
+    split_extra,
+    spread_out,
+    trained_labels,
+    value_faults,
+)
 from ..groups import Groups, group_rank, group_size, raise_together
 
 
@@ -27,7 +41,7 @@ class Limits:
     group_of_micro_batches: int
     pp_size: int
     padding_trains: bool
-    splits_sequences: bool
+    cp_size: int
 
     @classmethod
     def of(cls, model: Any, config: Any, groups: Groups, vocab_size: int | None, chunks: int) -> Limits:
@@ -52,7 +66,7 @@ class Limits:
             else 1,
             pp_size=pp if chunks > 1 else 1,
             padding_trains=experts and auxiliary,
-            splits_sequences=cp > 1,
+            cp_size=cp,
         )
 
     def legal(self, micro_batches: int) -> int:
@@ -63,13 +77,30 @@ class Limits:
         return n
 
 
+class Extras(NamedTuple):
+    """The keywords of a call, and what each is (see `align_extras`); `kinds` None for a custom loss, which does not
+    say."""
+
+    given: Mapping[str, Any]
+    kinds: Mapping[str, str] | None
+    shifted: bool = True
+
+
+PREFIX = 'extra '
+"""Of the keys under which keywords that are aligned with the labels travel in a micro-batch."""
+
+
 class Item(NamedTuple):
-    """One micro-batch of whole sequences, padded to what the schedule needs."""
+    """One micro-batch of whole sequences, padded to what the schedule needs.
+
+    `shape` is that of the caller; in a packed row `columns` says where its tokens lie now, if they had to move.
+    """
 
     batch: dict[str, Any]
     extra: dict[str, Any]
     shape: tuple[int, int]
-    boundaries: Tensor | None
+    packing: Packing | None
+    columns: Tensor | None
     is_padding: bool
 
 
@@ -78,8 +109,7 @@ class Plan:
     """The micro-batches of this rank, and what is true of the global batch, the same on every rank."""
 
     items: list[Item]
-    tokens: int
-    """Trained tokens of the global batch, each counted once."""
+    counts: Counts
     micro_batches: int
     """Micro-batches of all data parallel replicas, padding not counted."""
     most_tokens: int
@@ -89,7 +119,7 @@ class Plan:
 def make_plan(
     inputs: Any,
     micro_batch_size: int | None,
-    extra: Mapping[str, Any],
+    extra: Extras,
     groups: Groups,
     limits: Limits,
     ignore_index: int,
@@ -103,7 +133,7 @@ def make_plan(
     """
     error: Exception | None = None
     items: list[Item] = []
-    counted = torch.zeros(2, dtype=torch.float64)
+    counted = torch.zeros(3, dtype=torch.float64)
     try:
         check()
         items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels)
@@ -114,15 +144,15 @@ def make_plan(
     length = max((item.shape[1] for item in items), default=0)
     known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
     table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
-    if any(row[0] or row[6] for row in table):
+    if any(row[0] or row[7] for row in table):
         raise_together(groups, error or _first_fault(items, limits, ignore_index))
     replicas: dict[float, list[float]] = {}
     for row in table:
-        if replicas.setdefault(row[1], row[2:6]) != row[2:6]:
+        if replicas.setdefault(row[1], row[2:7]) != row[2:7]:
             raise ValueError(
-                f'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in '
-                f'replica {int(row[1])}: (micro-batches, rows, length, trained tokens) is {replicas[row[1]]} on one '
-                f'rank and {row[2:6]} on another; give each rank the whole sequences of its replica'
+                'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in replica '
+                f'{int(row[1])}: (micro-batches, rows, length, trained tokens, sequences) is {replicas[row[1]]} on one '
+                f'rank and {row[2:7]} on another; give each rank the whole sequences of its replica'
             )
     seen = list(replicas.values())
     if limits.same_shapes_everywhere:
@@ -138,7 +168,7 @@ def make_plan(
     padded = _padded(items, count, rows, length, limits, ignore_index)
     return Plan(
         padded,
-        tokens=int(sum(r[3] for r in seen)),
+        counts=Counts(tokens=int(sum(r[3] for r in seen)), sequences=int(sum(r[4] for r in seen))),
         micro_batches=int(sum(r[0] for r in seen)),
         most_tokens=int(max(r[1] * r[2] for r in seen)) // group_size(groups.cp),
     )
@@ -147,41 +177,64 @@ def make_plan(
 def _checked(
     inputs: Any,
     micro_batch_size: int | None,
-    extra: Mapping[str, Any],
+    extra: Extras,
     limits: Limits,
     ignore_index: int,
     needs_labels: bool,
 ) -> list[Item]:
     batches = as_micro_batches(inputs, micro_batch_size, ignore_index)
-    extras = split_extra(extra, batches)
-    items = []
-    for index, (batch, own) in enumerate(zip(batches, extras)):
+    packings = []
+    for index, batch in enumerate(batches):
         check_micro_batch(batch, index, needs_labels)
-        shape = (int(batch['input_ids'].shape[0]), int(batch['input_ids'].shape[1]))
-        boundaries = sequence_boundaries(batch)
-        longest = shape[1] if boundaries is None else int(boundaries.diff().max())
-        if limits.max_length is not None and longest > limits.max_length:
-            raise ValueError(
-                f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
-                f'max_sequence_length, got {longest}'
-            )
-        if boundaries is not None and limits.splits_sequences:
-            raise ValueError(
-                f'inputs[{index}] is a packed row, which cannot be split over context parallel ranks here; '
-                'give padded rows [b, s]'
-            )
-        unequal = limits.fixed_shapes and any(other['input_ids'].shape[0] != 1 for other in batches)
-        if boundaries is not None and (unequal or limits.same_shapes_everywhere):
-            raise ValueError(
-                f'inputs[{index}] is a packed row [1, T], but the pipeline or the expert dispatcher needs equal '
-                "shapes; set config.variable_seq_lengths=True and moe_token_dispatcher_type='alltoall', or give "
-                'packed rows only'
-            )
+        packings.append(packing_of(batch))
+        _check_lengths(batch, packings[-1], index, batches, limits)
         _check_attention(batch, index, batches, limits)
         if batch.get('labels') is not None:
             batch['labels'] = trained_labels(batch, ignore_index)  # type: ignore[arg-type]
-        items.append(Item(batch, own, shape, boundaries, is_padding=False))
+    whole = [WholeRows(batch, packing, ignore_index) for batch, packing in zip(batches, packings)]
+    if extra.kinds is None:
+        return [_item(rows, own, limits) for rows, own in zip(whole, split_extra(extra.given, batches))]
+    aligned = align_extras(extra.given, extra.kinds, whole, extra.shifted)
+    constant = {key for key in extra.given if extra.kinds.get(key, CONSTANT) == CONSTANT}
+    items = []
+    for rows, own in zip(whole, aligned):
+        along = {PREFIX + key: value for key, value in own.items() if key not in constant and value is not None}
+        moving = WholeRows({**rows.batch, **along}, rows.packing, ignore_index)
+        items.append(_item(moving, {key: own[key] for key in constant}, limits))
     return items
+
+
+def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits) -> Item:
+    """With the sequence of each token, and in a packed row with room to split each sequence over CP ranks."""
+    batch, packing, columns = dict(rows.batch), rows.packing, None
+    shape = (int(batch['input_ids'].shape[0]), int(batch['input_ids'].shape[1]))
+    if batch.get('labels') is not None:
+        batch['sequence_ids'], batch['sequence_tokens'] = rows.ids, rows.tokens
+    if packing is not None and limits.cp_size > 1:
+        batch, packing, columns = spread_out(batch, packing, 2 * limits.cp_size, rows.ignore_index)
+    return Item(batch, extra, shape, packing, columns, is_padding=False)
+
+
+def _check_lengths(
+    batch: Mapping[str, Any],
+    packing: Packing | None,
+    index: int,
+    batches: Sequence[Mapping[str, Any]],
+    limits: Limits,
+) -> None:
+    longest = int(batch['input_ids'].shape[1] if packing is None else packing.lengths.max())
+    if limits.max_length is not None and longest > limits.max_length:
+        raise ValueError(
+            f"inputs[{index}]['input_ids'] must have at most {limits.max_length} tokens a sequence, the model's "
+            f'max_sequence_length, got {longest}'
+        )
+    unequal = limits.fixed_shapes and any(other['input_ids'].shape[0] != 1 for other in batches)
+    if packing is not None and (unequal or limits.same_shapes_everywhere):
+        raise ValueError(
+            f'inputs[{index}] is a packed row [1, T], but the pipeline or the expert dispatcher needs equal '
+            "shapes; set config.variable_seq_lengths=True and moe_token_dispatcher_type='alltoall', or give "
+            'packed rows only'
+        )
 
 
 def _check_attention(
@@ -194,7 +247,7 @@ def _check_attention(
     shapes = {tuple(other['input_ids'].shape) for other in batches}
     b, s = batch['input_ids'].shape
     padded = s % limits.multiple or (limits.fixed_shapes and len(shapes) > 1) or limits.same_shapes_everywhere
-    if limits.splits_sequences or padded or mask.shape[-2:] != (s, s):
+    if limits.cp_size > 1 or padded or mask.shape[-2:] != (s, s):
         raise ValueError(
             f"inputs[{index}]['attention_mask'] must be [b, s] = {(b, s)}, or [b, 1, s, s] where sequences are "
             f'neither split (CP) nor padded (SP, or PP with unequal micro-batches), got {tuple(mask.shape)}; leave it '
@@ -203,23 +256,43 @@ def _check_attention(
 
 
 def _count(items: list[Item], limits: Limits, ignore_index: int) -> Tensor:
-    """Trained tokens and wrong values of these micro-batches, float64 `[2]`, on their device: no host sync."""
-    tokens = [(item.batch['labels'] != ignore_index).sum() for item in items if item.batch.get('labels') is not None]
-    faults = [n for item in items for n in _faults(item, limits, ignore_index).values()]
+    """Trained tokens, sequences that have any, and wrong values of these micro-batches, float64 `[3]`, on their device:
+    no host sync."""
     zero = torch.zeros((), dtype=torch.int64, device=items[0].batch['input_ids'].device if items else 'cpu')
-    return torch.stack([sum(tokens, start=zero), sum(faults, start=zero)]).double()
+    per_sequence = [item.batch['sequence_tokens'] for item in items if 'sequence_tokens' in item.batch]
+    tokens = sum((n.sum() for n in per_sequence), start=zero)
+    sequences = sum(((n > 0).sum() for n in per_sequence), start=zero)
+    faults = sum((n for item in items for n in _faults(item, limits, ignore_index).values()), start=zero)
+    return torch.stack([tokens, sequences, faults]).double()
 
 
 def _faults(item: Item, limits: Limits, ignore_index: int) -> dict[str, Tensor]:
-    return value_faults(item.batch, limits.vocab_size, ignore_index, limits.max_length)
+    faults = value_faults(item.batch, limits.vocab_size, ignore_index, limits.max_length)
+    for key, value in item.batch.items():
+        if key.startswith(PREFIX):
+            faults[key] = (value.isnan() & (item.batch['labels'] != ignore_index)).sum()
+    return faults
 
 
 def _first_fault(items: list[Item], limits: Limits, ignore_index: int) -> Exception | None:
     for index, item in enumerate(items):
         for key, count in _faults(item, limits, ignore_index).items():
+            if count and key.startswith(PREFIX):
+                return _explain_nan(items, index, key, ignore_index)
             if count:
                 return explain_fault(key, item.batch, index, limits.vocab_size, ignore_index, limits.max_length)
     return None
+
+
+def _explain_nan(items: list[Item], index: int, key: str, ignore_index: int) -> ValueError:
+    batch = items[index].batch
+    bad = batch[key].isnan() & (batch['labels'] != ignore_index)
+    before = sum(int(item.batch['sequence_tokens'].numel()) for item in items[:index])
+    sample = before + int(batch['sequence_ids'][bad][0])
+    return ValueError(
+        f'{key.removeprefix(PREFIX)} of sample {sample} must be numbers at its trained tokens, got NaN '
+        f'({int(bad.sum())} in micro-batch {index})'
+    )
 
 
 def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limits, ignore_index: int) -> list[Item]:
@@ -235,4 +308,4 @@ def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limit
     b, s = (rows, length) if fixed else (1, 1)
     blank = torch.zeros(max(b, 1), up(max(s, 1)), dtype=torch.long)
     empty = {'input_ids': blank, 'labels': torch.full_like(blank, ignore_index)}
-    return out + [Item(empty, {}, (blank.shape[0], blank.shape[1]), None, is_padding=True)] * (count - len(items))
+    return out + [Item(empty, {}, (blank.shape[0], blank.shape[1]), None, None, is_padding=True)] * (count - len(items))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..batch import join_context
@@ -218,7 +219,10 @@ class Runner:
         stage."""
         out = []
         for item, local in zip(call.plan.items, call.logps):
-            whole = join_context(all_gather_rows(local, self.groups.cp))
+            boundaries = None if item.packing is None else item.packing.boundaries
+            whole = join_context(all_gather_rows(local, self.groups.cp), boundaries)
+            if item.columns is not None:  # tokens of a packed row, back where they came from
+                whole = F.pad(whole[:, item.columns.to(whole.device)], (0, item.shape[1] - item.columns.numel()))
             out.append(whole[: item.shape[0], : item.shape[1]])
         return out
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .batch import describe
+from .micro_batches import describe
 
 
 def check_micro_batch(batch: Mapping[str, Any], index: int, needs_labels: bool) -> None:

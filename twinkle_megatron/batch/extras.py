@@ -1,0 +1,235 @@
+"""Keywords of a call (advantages, log-probs of other policies) as tensors aligned with the labels of a micro-batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .micro_batches import describe
+from .sequences import Packing, packing_of, sequence_ids, sequence_lengths
+from .tokens import trained_labels
+
+PER_TOKEN, CONSTANT = 'per token', 'constant'
+"""What a keyword is: `PER_TOKEN` values are aligned with the labels, `CONSTANT` ones go to every micro-batch."""
+
+
+@dataclass(frozen=True)
+class WholeRows:
+    """A micro-batch of whole sequences, before any split: what extras are aligned with."""
+
+    batch: Mapping[str, Any]
+    packing: Packing | None
+    ignore_index: int
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Any], ignore_index: int) -> WholeRows:
+        """From an InputFeature, whose labels may be 1-D."""
+        labels = trained_labels(cast(Any, inputs), ignore_index)
+        rows = {key: _row(torch.as_tensor(value)) for key, value in inputs.items() if _is_row(value, labels)}
+        rows['labels'] = _row(labels)
+        rest = {key: inputs[key] for key in ('cu_seqlens', 'cu_seqlens_padded', 'packed_seq_params') if key in inputs}
+        batch = {'input_ids': rows['labels'], **rest, **rows}
+        return cls(batch, packing_of(batch), ignore_index)
+
+    @property
+    def labels(self) -> Tensor:
+        """`[b, s]`"""
+        return self.batch['labels']
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence. A host read."""
+        return sequence_lengths(self.batch, self.packing).tolist()
+
+    @property
+    def count(self) -> int:
+        """Sequences."""
+        return self.labels.shape[0] if self.packing is None else self.packing.lengths.numel()
+
+    @functools.cached_property
+    def starts(self) -> list[int]:
+        """Where each sequence begins in the flattened labels."""
+        if self.packing is not None:
+            return self.packing.boundaries[:-1].tolist()
+        return [row * self.labels.shape[1] for row in range(self.labels.shape[0])]
+
+    @functools.cached_property
+    def trained(self) -> np.ndarray:
+        """Which of the flattened labels count. A host read."""
+        return (self.labels != self.ignore_index).reshape(-1).cpu().numpy()
+
+    @functools.cached_property
+    def ids(self) -> Tensor:
+        """The sequence of each token, int64 `[b, s]`."""
+        return sequence_ids(tuple(self.labels.shape), self.packing, self.labels.device)
+
+    @functools.cached_property
+    def tokens(self) -> Tensor:
+        """Trained tokens of each sequence, int64 `[n]`."""
+        trained = (self.labels != self.ignore_index).reshape(-1).long()
+        return trained.new_zeros(self.count).index_add_(0, self.ids.reshape(-1), trained)
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """`[n]` at each token of its sequence, `[b, s]`."""
+        return per_sequence.to(self.labels.device)[self.ids]
+
+
+def align_extras(
+    extra: Mapping[str, Any], kinds: Mapping[str, str], rows: Sequence[WholeRows], shifted: bool = True
+) -> list[dict[str, Any]]:
+    """The keywords of a call over these micro-batches, one dict a micro-batch.
+
+    What `kinds` calls `PER_TOKEN` becomes a float tensor `[b, s]`, 0 where nothing is trained. It may be given as
+
+    - one number for each sequence: a tensor or array `[S]` or `[S, 1]`, a list of numbers or 0-d tensors;
+    - a row for each sequence, in a list (ragged or not) or as `[S, L]`: of its trained tokens alone, as a sampler
+      returns them, or of all its tokens (and perhaps padding behind), aligned with the labels;
+    - a tensor aligned with the labels, `[b, s]`, or a list of one for each micro-batch, as `forward_only` returns them,
+
+    where S counts the sequences of the call in order, each one of a packed row by itself. With `shifted` False rows of
+    all tokens are aligned with `input_ids` (entry i is of token i) and shifted here. ValueError, naming the keyword and
+    the sample, for any other length. None stays None.
+    """
+    out: list[dict[str, Any]] = [{} for _ in rows]
+    for key, value in extra.items():
+        kind = kinds.get(key, CONSTANT)
+        if value is None or kind == CONSTANT:
+            parts: Sequence[Any] = [value] * len(rows)
+        else:
+            parts = _aligned(key, value, rows, shifted)
+        for mine, part in zip(out, parts):
+            mine[key] = part
+    return out
+
+
+def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> list[Tensor]:
+    whole = _as_given(value)
+    sequences = sum(row.count for row in rows)
+    if isinstance(whole, Tensor):
+        if whole.dim() == 0:
+            return [row.spread(whole.expand(row.count)) for row in rows]
+        if len(rows) == 1 and whole.shape == rows[0].labels.shape and whole.dim() == 2:
+            return [_on(_unshifted(whole, rows[0]) if not shifted else whole, rows[0])]
+        if whole.dim() == 2 and whole.shape[0] == sequences and whole.shape[1] == 1:
+            whole = whole[:, 0]
+        if whole.dim() == 1 and whole.shape[0] == sequences:
+            return [row.spread(part) for row, part in zip(rows, whole.split([row.count for row in rows]))]
+        if whole.dim() == 2 and len(whole) == sum(len(row.labels) for row in rows) != sequences:
+            whole = list(whole.split([len(row.labels) for row in rows]))
+        else:
+            whole = list(whole)
+    if whole and all(isinstance(part, Tensor) and part.dim() == 2 for part in whole) and len(whole) == len(rows):
+        return [_micro_batch(key, i, part, row, shifted) for i, (part, row) in enumerate(zip(whole, rows))]
+    if len(whole) != sequences:
+        raise ValueError(
+            f'{key} must have one entry for each of the {sequences} sequences of the call, or be aligned with the '
+            f'labels, {[tuple(row.labels.shape) for row in rows]}, got {len(whole)} entries'
+        )
+    out, first = [], 0
+    for row in rows:
+        out.append(_by_sequence(key, whole[first : first + row.count], row, first, shifted))
+        first += row.count
+    return out
+
+
+def _as_given(value: Any) -> Tensor | list[Any]:
+    """Tensors and arrays as tensors; lists as lists, of numbers only as a tensor."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return torch.as_tensor(value)
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        return torch.as_tensor(value)
+    items = [item.detach() if isinstance(item, Tensor) else item for item in value]
+    if (
+        items
+        and all(np.ndim(item) == 0 for item in items if not isinstance(item, Tensor))
+        and not any(isinstance(item, Tensor) and item.dim() for item in items)
+    ):
+        return torch.tensor([float(item) for item in items], dtype=torch.float64)
+    return [torch.as_tensor(item) if isinstance(item, np.ndarray) else item for item in items]
+
+
+def _on(value: Tensor, row: WholeRows) -> Tensor:
+    floats = value if value.is_floating_point() else value.to(torch.float64)
+    return floats.to(row.labels.device)
+
+
+def _micro_batch(key: str, index: int, value: Tensor, row: WholeRows, shifted: bool) -> Tensor:
+    if value.shape != row.labels.shape:
+        raise ValueError(
+            f'{key}[{index}] must have the shape of the labels of its micro-batch, {tuple(row.labels.shape)}, got '
+            f'{tuple(value.shape)}'
+        )
+    return _on(value if shifted else _unshifted(value, row), row)
+
+
+def _unshifted(value: Tensor, row: WholeRows) -> Tensor:
+    """Entry i + 1 at place i: what belongs to a token stands where it is predicted."""
+    return torch.cat([value[:, 1:], value.new_zeros(len(value), 1)], 1)
+
+
+def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, shifted: bool) -> Tensor:
+    values = np.zeros(row.trained.size, dtype=np.float64)
+    for number, entry in enumerate(entries):
+        flat = _numbers(key, entry, first + number)
+        at = slice(row.starts[number], row.starts[number] + row.lengths[number])
+        trained = row.trained[at]
+        if flat.size == 1:
+            values[at][trained] = flat[0]
+        elif flat.size == trained.sum():
+            values[at][trained] = flat
+        elif flat.size >= trained.size:
+            aligned = flat[: trained.size] if shifted else np.append(flat[1:], 0.0)[: trained.size]
+            values[at] = np.where(trained, aligned, 0)
+        else:
+            raise ValueError(
+                f'{key} of sample {first + number} must have 1 entry, {trained.sum()} (its trained tokens) or '
+                f'{trained.size} (all of its tokens), got {flat.size}'
+            )
+    return torch.from_numpy(values).reshape(row.labels.shape).to(row.labels.device)
+
+
+def _numbers(key: str, entry: Any, sample: int) -> np.ndarray:
+    try:
+        if isinstance(entry, Tensor):
+            return entry.double().cpu().numpy().reshape(-1)
+        if isinstance(entry, (list, tuple)):
+            entry = [float(x) for x in entry]
+        return np.asarray(entry, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'{key} of sample {sample} must be numbers, got {describe(entry)}: {error}') from error
+
+
+def _is_row(value: Any, labels: Tensor) -> bool:
+    try:
+        return tuple(np.shape(value)) == tuple(labels.shape)
+    except ValueError:
+        return False
+
+
+def _row(x: Tensor) -> Tensor:
+    return x.reshape(1, -1) if x.dim() < 2 else x
+
+
+def split_extra(extra: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The keywords of a custom loss, which does not say what they are, one dict a micro-batch.
+
+    A tensor, array or list with one entry a sample is split in sample order; anything else goes to every micro-batch.
+    """
+    rows = [int(batch['input_ids'].shape[0]) for batch in batches]
+    out: list[dict[str, Any]] = [{} for _ in rows]
+    for key, value in extra.items():
+        sized = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
+        by_sample = (sized or isinstance(value, (list, tuple))) and len(cast(Any, value)) == sum(rows)
+        first = 0
+        for part, count in zip(out, rows):
+            part[key] = value[first : first + count] if by_sample else value
+            first += count
+    return out
