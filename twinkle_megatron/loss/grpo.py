@@ -139,7 +139,7 @@ class SAPOLoss(GRPOLoss):
         self.tau_pos, self.tau_neg = tau_pos, tau_neg
 
     def token_losses(self, ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
-        tau = torch.where(advantages > 0, self.tau_pos, self.tau_neg).to(ratio.dtype)
+        tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         return -advantages * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 

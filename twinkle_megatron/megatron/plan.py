@@ -140,8 +140,8 @@ def make_plan(
         counted = _count(items, limits, ignore_index)
     except Exception as caught:  # raised below, on every rank
         error = caught
-    rows = max((item.shape[0] for item in items), default=0)
-    length = max((item.shape[1] for item in items), default=0)
+    rows = max((item.batch['input_ids'].shape[0] for item in items), default=0)
+    length = max((item.batch['input_ids'].shape[1] for item in items), default=0)
     known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
     table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
     if any(row[0] or row[7] for row in table):
@@ -302,7 +302,7 @@ def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limit
     fixed = limits.fixed_shapes or limits.same_shapes_everywhere
     out = []
     for item in items:
-        b, s = (rows, length) if fixed else item.shape
+        b, s = (rows, length) if fixed else item.batch['input_ids'].shape
         # Megatron's layers take no micro-batch without a token
         out.append(item._replace(batch=pad_micro_batch(item.batch, max(b, 1), up(max(s, 1)), ignore_index)))
     b, s = (rows, length) if fixed else (1, 1)
