@@ -119,8 +119,14 @@ class Evaluation:
         told = _detached(outputs)
         told['loss'] = share.detach().double() * counts.tokens
         told['num_tokens'] = (labels != -100).sum()
+        failed: Exception | None = None
         for metric, facts, names in self._metrics:
-            metric.accumulate(features, told, **facts, **{name: extra[name] for name in names if name in extra})
+            try:
+                metric.accumulate(features, told, **facts, **{name: extra[name] for name in names if name in extra})
+            except Exception as error:  # the others are fed: some are collective, and other ranks may not have failed
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     @staticmethod
     def _outputs(seen: Seen) -> ModelOutput:

@@ -158,6 +158,7 @@ def sweep_for(
         entropy='entropy' in needs,
         mean_logit='mean_logit' in needs,
         argmax='argmax' in needs,
+        plain_log_prob='plain_log_prob' in needs,
         chunk_size=getattr(loss, 'chunk_size', None),
         reuse_storage=isinstance(loss, SweepLoss) and loss.inplace_backward,
     )

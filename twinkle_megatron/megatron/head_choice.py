@@ -24,13 +24,15 @@ _SHARE = 4
 
 
 class _Known(NamedTuple):
-    """What the ranks have told each other: bytes free on the fullest one, and the output layer of the last stage."""
+    """What the ranks have told each other: bytes free on the fullest one, the output layer of the last stage, and the
+    largest workspace."""
 
     free: float
     possible: bool
     columns: float
     hidden: float
     itemsize: float
+    workspace_mb: float
 
 
 class HeadChoice:
@@ -51,24 +53,31 @@ class HeadChoice:
             raise ValueError(f"head must be 'auto', 'logits' or 'linear', got {wanted!r}")
         check_workspace(max_workspace_mb)
         self.max_workspace_mb = max_workspace_mb
-        self._wanted, self._model, self._groups = wanted, models[-1], groups
-        self._obstacle = why_no_linear_head(models[-1], config) if groups.is_last_stage else None
+        self._wanted, self._model, self._config, self._groups = wanted, models[-1], config, groups
+        self._obstacle = self._find_obstacle()
         if wanted == 'linear':
-            told = f"head='linear' cannot be had: {self._obstacle}; use head='logits'"
-            raise_together(groups, None if self._obstacle is None else ValueError(told))
+            self._raise_for_obstacle()
         self._linear = wanted == 'linear'
         self._known: _Known | None = None
 
     def taken(self, tokens: int) -> TakeHead:
         """How to take the head for micro-batches of up to `tokens` tokens a rank.
 
-        The first call under 'auto' is collective over the layout.
+        The first call under 'auto' is collective over the layout, and so is each that takes 'linear': ValueError on
+        every rank if somebody has changed the output layer since.
         """
-        return (
-            functools.partial(head_taken, max_workspace_mb=self.max_workspace_mb)
-            if self._decide(tokens)
-            else logits_taken
-        )
+        if not self._decide(tokens):
+            return logits_taken
+        self._obstacle = self._find_obstacle()
+        self._raise_for_obstacle()
+        return functools.partial(head_taken, max_workspace_mb=self.max_workspace_mb)
+
+    def _find_obstacle(self) -> str | None:
+        return why_no_linear_head(self._model, self._config) if self._groups.is_last_stage else None
+
+    def _raise_for_obstacle(self) -> None:
+        told = f"head='linear' cannot be had: {self._obstacle}; use head='logits'"
+        raise_together(self._groups, None if self._obstacle is None else ValueError(told))
 
     def _decide(self, tokens: int) -> bool:
         """Whether to go without logits."""
@@ -94,8 +103,7 @@ class HeadChoice:
 
     def _needs(self, tokens: int, known: _Known) -> float:
         """Bytes of a linear head: its hidden states, gathered and as a gradient, and its workspace."""
-        workspace = self.max_workspace_mb or default_workspace_mb(device_of(self._model).type)
-        return tokens * known.hidden * (4 + 2 * known.itemsize) + workspace * 2**20
+        return tokens * known.hidden * (4 + 2 * known.itemsize) + known.workspace_mb * 2**20
 
     def _ask(self) -> _Known:
         device = device_of(self._model)
@@ -105,7 +113,8 @@ class HeadChoice:
         layer = getattr(self._model, 'output_layer', None) if self._groups.is_last_stage else None
         columns, hidden = (getattr(layer, name, 0) for name in ('output_size_per_partition', 'input_size'))
         itemsize = next((p.dtype.itemsize for p in self._model.parameters()), 4)
-        row = [math.inf if free is None else free, float(self._obstacle is None), columns, hidden, itemsize]
+        workspace = self.max_workspace_mb or default_workspace_mb(device.type)
+        row = [math.inf if free is None else free, float(self._obstacle is None), columns, hidden, itemsize, workspace]
         table = self._groups.gather_everyone(torch.tensor(row, dtype=torch.float64, device=device))
-        (least, possible, _, _, _), (_, _, *sizes) = table.amin(0).tolist(), table.amax(0).tolist()
+        (least, possible, *_), (_, _, *sizes) = table.amin(0).tolist(), table.amax(0).tolist()
         return _Known(least, bool(possible), *sizes)

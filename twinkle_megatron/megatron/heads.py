@@ -24,15 +24,10 @@ def has_loss_hook(model: Any) -> bool:
 
 def check_no_hook(models: Iterable[Any]) -> None:
     """ValueError for a chunk whose head is hooked already."""
-    for model in models:
-        if 'compute_language_model_loss' in vars(model):
-            raise ValueError(
-                'the model already has a compute_language_model_loss of its own set on the instance; remove it first'
-            )
-        if 'forward' in vars(getattr(model, 'output_layer', None) or object):
-            raise ValueError(
-                "the model's output_layer already has a forward of its own set on the instance; remove it first"
-            )
+    if any('compute_language_model_loss' in vars(model) for model in models):
+        raise ValueError(
+            'the model already has a compute_language_model_loss of its own set on the instance; remove it first'
+        )
 
 
 @contextmanager
@@ -85,6 +80,11 @@ def why_no_linear_head(model: Any, config: Any) -> str | None:
     layer = getattr(model, 'output_layer', None)
     if not has_loss_hook(model) or not isinstance(layer, ColumnParallelLinear):
         return f'the last stage, {type(model).__name__}, has no output_layer like that of GPTModel'
+    for name in ('forward', '_forward_impl'):
+        if name in vars(layer) or getattr(type(layer), name) is not getattr(ColumnParallelLinear, name):
+            return f'the output layer, {type(layer).__name__}, has a {name} of its own, which may do more to the logits'
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return 'the output layer has hooks on its backward pass, which would not be run'
     if getattr(config, 'defer_embedding_wgrad_compute', False):
         return 'config.defer_embedding_wgrad_compute collects the gradients of the logits, which never exist'
     if layer.skip_bias_add and layer.bias is not None:

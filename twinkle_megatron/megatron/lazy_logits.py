@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ logger = logging.getLogger('twinkle_megatron')
 class LazyLogits(LinearHead):
     """Megatron's logits `[s, b, V/tp]` as a linear head. Used as a tensor, it is that tensor: the product is made.
 
-    What GPTModel does to its logits before they reach a loss, a transposition and MuP's scale, leaves it lazy. All else
-    that a tensor can do (torch functions, operators, methods) builds the logits, by the layer's own forward, once.
+    What GPTModel does to its logits before they reach a loss, a transposition and MuP's scale, leaves it lazy, and its
+    shape is known. All else that a tensor can do (torch functions, operators, methods) builds the logits, by the
+    layer's own forward, once. They cannot be written to: the statistics would not see it.
 
     Args:
         layer: the ColumnParallelLinear.
@@ -42,19 +45,31 @@ class LazyLogits(LinearHead):
             max_workspace_mb=max_workspace_mb,
             main_grad=_main_grad(used),
         )
-        self._layer, self._gather = layer, gather
+        self._layer, self._gather = layer, layer.gather_output if gather is None else gather
         self._built: Tensor | None = None
 
     def logits(self) -> Tensor:
         """The logits as a tensor, differentiable, of the memory that a linear head exists to save. Kept for the next
         who asks."""
+        trains = torch.is_grad_enabled() and self.requires_grad
         built = self._built
-        if built is None:
-            forward = type(self._layer).forward
-            x = forward(self._layer, self.hidden, weight=self.weight, runtime_gather_output=self._gather)[0]
-            x = x if self.logit_scale == 1 else x * self.logit_scale
+        if built is None or (trains and not built.requires_grad):  # first built under no_grad
+            with torch.set_grad_enabled(trains), self._layer_as_called() as layer:
+                forward = type(layer).forward
+                x = forward(layer, self.hidden, weight=self.weight, runtime_gather_output=self._gather)[0]
+                x = x if self.logit_scale == 1 else x * self.logit_scale
             built = self._built = x.permute(*self.order, x.dim() - 1)
         return built
+
+    @contextlib.contextmanager
+    def _layer_as_called(self) -> Iterator[Any]:
+        """The layer with the setting that Megatron's inference changes for a call."""
+        layer = self._layer
+        before, layer.sequence_parallel = layer.sequence_parallel, self.sequence_parallel
+        try:
+            yield layer
+        finally:
+            layer.sequence_parallel = before
 
     @property
     def shape(self) -> torch.Size:
@@ -63,10 +78,23 @@ class LazyLogits(LinearHead):
         columns = self.local_size * (tp if self._gather else 1)
         return torch.Size((*self.lead(tp), columns))
 
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.order) + 1
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def ndim(self) -> int:
+        return self.dim()
+
     def transpose(self, dim0: int, dim1: int) -> Any:
         dims = len(self.order) + 1
         if any(dim % dims == dims - 1 for dim in (dim0, dim1)):
-            return self.logits().transpose(dim0, dim1)
+            return self._told('transpose').transpose(dim0, dim1)
         return self._forgetting(super().transpose(dim0, dim1))
 
     def detach(self) -> LazyLogits:
@@ -93,16 +121,25 @@ class LazyLogits(LinearHead):
     def __getattr__(self, name: str) -> Any:
         if name.startswith('_') or not hasattr(Tensor, name):
             raise AttributeError(f'{type(self).__name__} has no attribute {name!r}, and neither has a tensor')
+        if name.endswith('_'):
+            raise AttributeError(_READ_ONLY)
         return getattr(self._told(name), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, '__name__', str(func))
+        if name.endswith('_') and not name.endswith('__') and args and isinstance(args[0], cls):
+            raise AttributeError(_READ_ONLY)
+
         def real(x: Any) -> Any:
-            if isinstance(x, (list, tuple)):
+            if type(x) in (list, tuple):
                 return type(x)(real(item) for item in x)
-            return x._told(getattr(func, '__name__', str(func))) if isinstance(x, cls) else x
+            return x._told(name) if isinstance(x, cls) else x
 
         return func(*map(real, args), **{key: real(value) for key, value in (kwargs or {}).items()})
+
+
+_READ_ONLY = 'the logits of a linear head cannot be written to; work on a new tensor, as in logits / temperature'
 
 
 def _forwarded(name: str) -> Any:
@@ -114,7 +151,7 @@ def _forwarded(name: str) -> Any:
 
 for _name in (
     'add', 'radd', 'sub', 'rsub', 'truediv', 'rtruediv', 'floordiv', 'mod', 'pow', 'rpow', 'matmul', 'rmatmul', 'neg',
-    'abs', 'getitem', 'len', 'iter', 'lt', 'le', 'gt', 'ge',
+    'abs', 'getitem', 'len', 'iter', 'lt', 'le', 'gt', 'ge', 'eq', 'ne',
 ):  # fmt: skip
     setattr(LazyLogits, f'__{_name}__', _forwarded(f'__{_name}__'))
 
@@ -129,7 +166,8 @@ def _say_once(asked: str) -> None:
 
 
 def _main_grad(weight: Tensor) -> Tensor | None:
-    """The buffer that Megatron's DDP collects this weight's gradient in; None where autograd has to do it."""
-    if not weight.requires_grad or hasattr(weight, '__fsdp_param__'):
+    """The buffer that Megatron's DDP collects this weight's gradient in; None where autograd has to do it, as for a
+    weight whose gradient somebody changes in a hook."""
+    if not weight.requires_grad or hasattr(weight, '__fsdp_param__') or weight._backward_hooks:
         return None
     return getattr(weight, 'main_grad', None)

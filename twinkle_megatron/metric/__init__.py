@@ -3,8 +3,24 @@
 from .accuracy import Accuracy
 from .base import Metric
 from .build import build_metric
+from .completion import CompletionRewardMetric
+from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .state import MAXIMUM, MINIMUM, SUM, Field
 from .train import TrainMetric
 
-__all__ = ['MAXIMUM', 'MINIMUM', 'SUM', 'Accuracy', 'Field', 'LossMetric', 'Metric', 'TrainMetric', 'build_metric']
+__all__ = [
+    'MAXIMUM',
+    'MINIMUM',
+    'SUM',
+    'Accuracy',
+    'CISPOMetric',
+    'CompletionRewardMetric',
+    'Field',
+    'GRPOMetric',
+    'GSPOMetric',
+    'LossMetric',
+    'Metric',
+    'TrainMetric',
+    'build_metric',
+]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +11,6 @@ from torch import Tensor
 from .base import Metric, checked_keywords
 from .features import Features, counted_of, labels_of, micro_batches
 from .state import SUM
-
-if TYPE_CHECKING:
-    from ..vocab_parallel import VocabShard
 
 
 class Accuracy(Metric):
@@ -84,25 +80,13 @@ class Accuracy(Metric):
                 'outputs must hold logits, or token_stats with argmax, to count correct tokens from, got '
                 f'{sorted(key for key, value in output.items() if value is not None)}; is the model to return them?'
             )
-        shard = output.get('vocab_shard')
         if isinstance(logits, LinearHead):
-            shard = self._shard(logits.local_size) if shard is None else shard
+            shard = self.shard_of(output, logits)
             shape = (*logits.lead(shard.size), logits.local_size)
         else:
             shape = tuple(getattr(logits, 'shape', ())) or (0,)
         _check_shape(labels, shape[:-1], f"outputs['logits'] {shape} without the last dim")
-        return argmax(logits, shard=self._shard(shape[-1]) if shard is None else shard)
-
-    @functools.cached_property
-    def _shards(self) -> dict[int, VocabShard]:
-        return {}
-
-    def _shard(self, local_size: int) -> VocabShard:
-        from ..vocab_parallel import VocabShard
-
-        if local_size not in self._shards:
-            self._shards[local_size] = VocabShard.from_group(local_size, self.mesh_group('tp'))
-        return self._shards[local_size]
+        return argmax(logits, shard=self.shard_of(output, logits))
 
 
 def _split(features: list[Features], output: Features) -> list[tuple[list[Features], Features]]:

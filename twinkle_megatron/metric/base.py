@@ -18,6 +18,8 @@ from .state import Field, State
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ..vocab_parallel import VocabShard
+
 STEP_KEYWORDS = frozenset({'lr', 'step', 'gradient_accumulation_steps', 'grad_norm', 'loss_reduction'})
 """What a training loop tells every metric. A metric names those it uses."""
 
@@ -59,6 +61,9 @@ class Metric:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Per-token statistics wanted in `outputs['token_stats']`, from the loss's own sweep over the logits."""
+
+    extras: ClassVar[Mapping[str, str]] = {}
+    """Keywords of a call that `accumulate` names, and what each is: see `align_extras`."""
 
     process_group: ProcessGroup | None = None
     device_mesh: Any = None
@@ -151,8 +156,27 @@ class Metric:
             items = box[0]
         return items
 
+    def shard_of(self, output: Mapping[str, Any], logits: Any) -> VocabShard:
+        """Which ids the columns of `logits` are: what `output['vocab_shard']` says; without it, this rank's shard where
+        `device_mesh` tells a tensor parallel group of several ranks, else the whole vocabulary. Collective over that
+        group the first time."""
+        from ..vocab_parallel import VocabShard
+        from ..vocab_parallel.logits import local_size
+
+        given = output.get('vocab_shard')
+        if given is not None:
+            return given
+        size = local_size(logits)
+        if size not in self._shards:
+            self._shards[size] = VocabShard.from_group(size, self.mesh_group('tp'))
+        return self._shards[size]
+
+    @functools.cached_property
+    def _shards(self) -> dict[int, VocabShard]:
+        return {}
+
     def mesh_group(self, name: str) -> ProcessGroup | None:
-        """The group 'tp' or 'pp' of this rank, as `device_mesh` tells it; None for one process."""
+        """The group 'tp', 'pp' or 'cp' of this rank, as `device_mesh` tells it; None for one process."""
         mesh = self.device_mesh
         if isinstance(mesh, Groups):
             return getattr(mesh, name)

@@ -7,10 +7,15 @@ from typing import Any
 from ..arguments import reject_unknown
 from .accuracy import Accuracy
 from .base import Metric
+from .completion import CompletionRewardMetric
+from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .train import TrainMetric
 
-METRICS: dict[str, type[Metric]] = {cls.__name__: cls for cls in (TrainMetric, LossMetric, Accuracy)}
+METRICS: dict[str, type[Metric]] = {
+    cls.__name__: cls
+    for cls in (TrainMetric, LossMetric, Accuracy, CompletionRewardMetric, GRPOMetric, GSPOMetric, CISPOMetric)
+}
 
 
 def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None, **init: Any) -> Metric:

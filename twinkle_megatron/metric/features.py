@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import trained_labels
+from ..batch import WholeRows, align_extras, trained_labels
 from ..data_format import InputFeature
 
 IGNORED = -100
@@ -35,6 +35,62 @@ def micro_batches(inputs: Any, outputs: Any) -> list[tuple[list[Features], Featu
             f'outputs must hold one entry for each of the {len(features)} micro-batches of inputs, got {len(results)}'
         )
     return [([feature], result) for feature, result in zip(features, results)] or [([], result) for result in results]
+
+
+def each_micro_batch(inputs: Any, outputs: Any, keys: Sequence[str]) -> list[tuple[Features, Features]]:
+    """Every micro-batch of `inputs` with its own outputs.
+
+    Of one dictionary of outputs over several micro-batches, each of `keys` is a list with one entry a micro-batch, or
+    one tensor that holds the rows of all. ValueError where neither fits.
+    """
+    pairs: list[tuple[Features, Features]] = []
+    for features, output in micro_batches(inputs, outputs):
+        given = [key for key in keys if output.get(key) is not None]
+        if len(features) == 1 and not any(isinstance(output[key], list | tuple) for key in given):
+            pairs.append((features[0], output))
+            continue
+        parts = {key: _parts(key, output[key], features) for key in given}
+        pairs += [(f, {**output, **{key: part[i] for key, part in parts.items()}}) for i, f in enumerate(features)]
+    return pairs
+
+
+def _parts(key: str, value: Any, features: Sequence[Features]) -> Sequence[Any]:
+    if isinstance(value, list | tuple):
+        if len(value) != len(features):
+            raise ValueError(f"outputs['{key}'] must hold one entry a micro-batch, {len(features)}, got {len(value)}")
+        return value
+    shapes = [tuple(_rows(labels_of(f)).shape) for f in features]
+    rows = [rows for rows, _ in shapes]
+    if not isinstance(value, Tensor) or value.shape[0] != sum(rows) or len({length for _, length in shapes}) > 1:
+        raise ValueError(
+            f"outputs['{key}'] of {len(features)} micro-batches must be a list with one entry each, or one tensor with "
+            f'the rows of all, which then are equally long, got {_what(value)} for labels {shapes}'
+        )
+    return value.split(rows)
+
+
+def _rows(labels: Tensor | None) -> Tensor:
+    if labels is None:
+        raise ValueError('inputs must hold labels, got none')
+    return labels.reshape(1, -1) if labels.dim() < 2 else labels
+
+
+def aligned(
+    features: Sequence[Features], kinds: Mapping[str, str], ignore_index: int, **extra: Any
+) -> list[dict[str, Any]]:
+    """Keywords of `accumulate` over these micro-batches, aligned with the labels of each; see `align_extras`.
+
+    The slices that `MegatronModel` feeds bring theirs aligned already.
+    """
+    given = {key: value for key, value in extra.items() if value is not None}
+    if not features or not given:
+        return [{} for _ in features]
+    if len(features) == 1 and 'sequence_ids' in features[0]:
+        return [given]
+    rows = [WholeRows.of(f, ignore_index) for f in features]
+    found = align_extras(given, kinds, rows)
+    shapes = [tuple(np.shape(f['labels'])) for f in features]
+    return [{key: value.view(shape) for key, value in part.items()} for part, shape in zip(found, shapes)]
 
 
 def _dicts(value: Any, name: str) -> list[Features]:

@@ -25,6 +25,7 @@ class Wanted(NamedTuple):
     mean: bool
     argmax: bool
     normalizer: bool
+    plain: bool
 
 
 @dataclass
@@ -39,16 +40,22 @@ class LocalSums:
     total: Tensor | None
     best: Tensor | None
     target_logit: Tensor | None
+    """The logit itself, not scaled."""
+    plain_s: Tensor | None
+    """Σ exp(x − max x), at temperature 1."""
     label: Tensor | None
 
     def pack(self, source: Source) -> Tensor:
         """`[k, N]`, from the source's row order to that of the leading dims."""
-        found = (self.top, self.s, self.t, self.total, self.best, self.target_logit)
+        found = (self.top, self.s, self.t, self.total, self.best, self.target_logit, self.plain_s)
         labels = () if self.label is None else (self.label,)
         return torch.stack([*(source.unflatten(x).reshape(-1) for x in found if x is not None), *labels])
 
     def fold(self, tile: Tile, found: list[Tensor]) -> None:
-        """Takes in a tile's `row_stats`. Its first tile of columns overwrites, later ones are merged."""
+        """Takes in a tile's `row_stats`, and behind them its `plain_s` where that is wanted.
+
+        Its first tile of columns overwrites, later ones are merged.
+        """
         at, values = tile.rows, iter(found)
         top = next(values)
         s = None if self.s is None else next(values)
@@ -61,6 +68,13 @@ class LocalSums:
             later = (top > self.top[at]) | (top.isnan() & ~self.top[at].isnan())
             self.best[at] = best if tile.columns.start == 0 else torch.where(later, best, self.best[at])
         sums = top, s, t
+        if self.plain_s is not None:
+            plain = next(values)
+            if tile.columns.start > 0:
+                both = torch.stack((self.top[at], top)), torch.stack((self.plain_s[at], plain)), None
+                plain = join(both, torch.ones_like(self.inv_t), 0)[1]
+            assert plain is not None
+            self.plain_s[at] = plain
         self._store(at, sums if tile.columns.start == 0 else self._merge(at, sums))
 
     def _merge(self, at: slice, two: Sums) -> Sums:
@@ -88,6 +102,8 @@ class WholeRows(NamedTuple):
     entropy: Tensor | None
     mean: Tensor | None
     best: Tensor | None
+    plain: Tensor | None
+    """The log-prob at temperature 1."""
     bad_label: Tensor | None
 
 
@@ -99,8 +115,11 @@ def combine(ranks: Tensor, inv_t: Tensor, shard: VocabShard, wanted: Wanted) -> 
     t = next(rows) if wanted.entropy else None
     total = next(rows) if wanted.mean else None
     best = next(rows) if wanted.argmax else None
-    target_logit, bad_label = (next(rows).sum(0), _bad_labels(next(rows))) if wanted.log_prob else (None, None)
+    target = next(rows).sum(0) if wanted.log_prob else None
+    plain_s = next(rows) if wanted.plain else None
+    bad_label = _bad_labels(next(rows)) if wanted.log_prob else None
 
+    target_logit = None if target is None else target * inv_t
     top, s_all, t_all = join((tops, s, t), inv_t, 0)
     m = top * inv_t
     log_s = None if s_all is None else s_all.log()
@@ -113,9 +132,16 @@ def combine(ranks: Tensor, inv_t: Tensor, shard: VocabShard, wanted: Wanted) -> 
         log_normalizer=None if log_s is None else m + log_s,
         entropy=None if offset is None or log_s is None else log_s - offset,
         mean=None if total is None else total.sum(0) / shard.vocab_size,
+        plain=None if plain_s is None or target is None else _plain(tops, plain_s, target, inv_t),
         best=None if best is None else best.gather(0, first_of(tops, top, 0).long()[None])[0].long(),
         bad_label=bad_label,
     )
+
+
+def _plain(tops: Tensor, plain_s: Tensor, target: Tensor, inv_t: Tensor) -> Tensor:
+    top, s, _ = join((tops, plain_s, None), torch.ones_like(inv_t), 0)
+    assert s is not None
+    return (target - top) - s.log()
 
 
 def label_codes(target: Tensor, column: Tensor, ignored: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:

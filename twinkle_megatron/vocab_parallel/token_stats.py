@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -47,6 +47,8 @@ class TokenStats:
     """Mean of y over the true vocabulary."""
     argmax: Tensor | None = None
     """Global id of the largest logit, the lowest among equals; int64, not differentiable."""
+    plain_log_prob: Tensor | None = None
+    """log p(target) at temperature 1, whatever that of the others is, nats; not differentiable."""
 
     def detach(self) -> TokenStats:
         """The same numbers without their history."""
@@ -63,6 +65,7 @@ def token_stats(
     entropy: bool = False,
     mean_logit: bool = False,
     argmax: bool = False,
+    plain_log_prob: bool = False,
     chunk_size: int | None = None,
     reuse_storage: bool = False,
 ) -> TokenStats:
@@ -75,16 +78,17 @@ def token_stats(
         shard: which ids the columns are, and the group.
         temperature: the logits are divided by it inside the operation; > 0.
         ignore_index: tokens with this target have value 0 and gradient exactly 0, whatever their logits hold.
-        entropy, mean_logit, argmax: compute these too, in the same sweep.
+        entropy, mean_logit, argmax, plain_log_prob: compute these too, in the same sweep.
         chunk_size: columns handled at once; bounds memory, changes no value beyond rounding. None: as many as fit.
         reuse_storage: write the gradient into the storage of `logits`. They are destroyed by the backward pass; a
             second backward through them is an error.
 
     Returns:
-        `TokenStats`, float32 (float64 for float64 logits), differentiable in the logits but for `argmax`. Upstream
+        `TokenStats`, float32 (float64 for float64 logits), differentiable in the logits but for `argmax` and
+        `plain_log_prob`. Upstream
         gradients must be equal on all TP ranks, as they are when every rank computes the same loss.
 
-    Collectives: one all-gather of at most 7 numbers a token over TP forward, none backward. Kept for backward: the
+    Collectives: one all-gather of at most 8 numbers a token over TP forward, none backward. Kept for backward: the
     logits and 5 numbers a token. The gradient has the dtype of the logits; it has no gradient of its own.
 
     Raises ValueError: wrong shape, dtype or temperature, before any collective; a target outside `[0, vocab_size)`, on
@@ -97,17 +101,23 @@ def token_stats(
         check_target(target, source.lead, source.device)
         if not isinstance(ignore_index, Integral):
             raise ValueError(f'ignore_index must be an int, got {ignore_index!r}; -100 where no label is to be ignored')
-    wanted = Wanted(
-        target is not None, entropy, mean_logit, argmax, not argmax or target is not None or entropy or mean_logit
-    )
+    normalizer = not argmax or target is not None or entropy or mean_logit
+    plain = plain_log_prob and target is not None and temperature != 1
+    wanted = Wanted(target is not None, entropy, mean_logit, argmax, normalizer, plain)
     if source.rows == 0:
-        return _no_rows(source, wanted)
+        return _with_plain(_no_rows(source, wanted)) if plain_log_prob else _no_rows(source, wanted)
     flat = None if target is None else target.reshape(-1).long()
     request = _Request(
         source, flat, shard, float(temperature), int(ignore_index), reuse_storage, wanted, torch.is_grad_enabled()
     )
     outputs = _TokenStats.apply(request, *source.tensors)
-    return TokenStats(*(None if out is None else out.view(source.lead) for out in outputs))
+    stats = TokenStats(*(None if out is None else out.view(source.lead) for out in outputs))
+    return _with_plain(stats) if plain_log_prob and not plain else stats
+
+
+def _with_plain(stats: TokenStats) -> TokenStats:
+    """At temperature 1, or without tokens, it is the log-prob."""
+    return replace(stats, plain_log_prob=None if stats.log_prob is None else stats.log_prob.detach())
 
 
 def _check_temperature(temperature: float, dtype: torch.dtype) -> None:
@@ -169,16 +179,18 @@ class _TokenStats(torch.autograd.Function):
         if ignored is not None:
             outputs = [None if out is None else out.masked_fill(ignored, 0) for out in outputs]
             best = None if best is None else best.masked_fill(ignored, -1)
+        plain = whole.plain
+        if plain is not None and whole.bad_label is not None and ignored is not None:
+            plain = plain.masked_fill(whole.bad_label, torch.nan).masked_fill(ignored, 0)
 
         local_target = None if target is None else shard.local_ids(target)
         # autograd keeps the tensors, and lets go of them after backward: the context must not
         ctx.request = request._replace(target=None, source=_without_tensors(source))
         ctx.spent = False
         ctx.set_materialize_grads(False)
-        if best is not None:
-            ctx.mark_non_differentiable(best)
+        ctx.mark_non_differentiable(*(x for x in (best, plain) if x is not None))
         ctx.save_for_backward(inv_t, whole.m, whole.log_s, whole.offset, local_target, ignored, *tensors)
-        return (*outputs, best)
+        return (*outputs, best, plain)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -260,7 +272,7 @@ class _Coefficients(NamedTuple):
         inv_t: Tensor,
         vocab_size: int,
     ) -> _Coefficients:
-        """From the upstream gradients of (log_prob, log_normalizer, entropy, mean_logit, argmax); offset = E[y] − m."""
+        """From the upstream gradients of (log_prob, log_normalizer, entropy, mean_logit, ...); offset = E[y] − m."""
 
         def scaled(grad: Tensor | None) -> Tensor | None:
             if grad is None:
@@ -268,7 +280,7 @@ class _Coefficients(NamedTuple):
             grad = grad.to(zero.dtype) * inv_t
             return grad if ignored is None else grad.masked_fill(ignored, 0)
 
-        log_prob, log_normalizer, entropy, mean, _ = map(scaled, grads)
+        log_prob, log_normalizer, entropy, mean = map(scaled, grads[:4])
         a = zero
         if log_prob is not None:
             a = a - log_prob
@@ -313,6 +325,7 @@ def _sweep(
         total=state(wanted.mean),
         best=state(wanted.argmax),
         target_logit=state(wanted.log_prob),
+        plain_s=state(wanted.plain),
         label=None,
     )
     column = None
@@ -322,11 +335,12 @@ def _sweep(
         column = source.flatten(column.view(source.lead))
     for tile in source.tiles(tensors, kernels.max_elements, trained):
         flags = (wanted.entropy, wanted.mean, wanted.argmax, wanted.normalizer)
-        local.fold(tile, kernels.row_stats(tile.x, inv_t, *flags))
+        found = kernels.row_stats(tile.x, inv_t, *flags)
+        if wanted.plain:
+            found = [*found, kernels.row_stats(tile.x, torch.ones_like(inv_t), False, False, False, True)[1]]
+        local.fold(tile, found)
         if column is not None and local.target_logit is not None:
             tile.pick(column[:, None], local.target_logit[:, None])
-    if local.target_logit is not None:
-        local.target_logit *= inv_t
     if local.best is not None:
         local.best += shard.start
     return local
