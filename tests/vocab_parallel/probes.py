@@ -45,12 +45,16 @@ class NewTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
+        known = {t.untyped_storage().data_ptr() for t in args if _is_dense(t)}
         for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in known:
+            if _is_dense(t) and t.untyped_storage().data_ptr() not in known:
                 self.sizes.append(t.numel() * t.element_size())
         self.sizes.sort(reverse=True)
         return out
+
+
+def _is_dense(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.layout == torch.strided
 
 
 class PeakMemory:

@@ -14,7 +14,9 @@ from ..evaluation import Evaluation, Seen, nothing
 from ..groups import Groups, all_gather_rows, group_rank, group_size
 from ..vocab_parallel import LinearHead, Logits, cross_entropy
 from .heads import has_loss_hook
+from .lazy_logits import LazyLogits
 from .plan import PREFIX, Item, Plan
+from .together import Together
 
 
 class ForwardStep:
@@ -112,8 +114,13 @@ class ForwardStep:
         return share
 
     def _contribution(self, inputs: dict[str, Any], extra: dict[str, Any], seen: Seen) -> Tensor | None:
-        try:
+        def loss() -> Tensor:
             return self._evaluation.contribution(inputs, extra, seen, self.plan.counts, self.plan.micro_batches)
+
+        try:
+            if self._evaluation.is_foreign and isinstance(seen.logits, LazyLogits) and group_size(self._groups.tp) > 1:
+                return Together(seen.logits, self._groups.tp).run(loss)
+            return loss()
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
             return None

@@ -46,30 +46,44 @@ class LazyLogits(LinearHead):
             main_grad=_main_grad(used),
         )
         self._layer, self._gather = layer, layer.gather_output if gather is None else gather
+        self._recorded = torch.is_grad_enabled()
         self._built: Tensor | None = None
+        self.builder: Any = None
+        """Is told of each product, before and after."""
 
     def logits(self) -> Tensor:
         """The logits as a tensor, differentiable, of the memory that a linear head exists to save. Kept for the next
         who asks."""
-        trains = torch.is_grad_enabled() and self.requires_grad
         built = self._built
-        if built is None or (trains and not built.requires_grad):  # first built under no_grad
-            with torch.set_grad_enabled(trains), self._layer_as_called() as layer:
+        if built is None:
+            if self.builder is not None:
+                self.builder.about_to_build()
+            with self._as_called() as layer:
                 forward = type(layer).forward
                 x = forward(layer, self.hidden, weight=self.weight, runtime_gather_output=self._gather)[0]
                 x = x if self.logit_scale == 1 else x * self.logit_scale
-            built = self._built = x.permute(*self.order, x.dim() - 1)
+                built = self._built = x.permute(*self.order, x.dim() - 1)
+            if self.builder is not None:
+                self.builder.built(built)
         return built
 
     @contextlib.contextmanager
-    def _layer_as_called(self) -> Iterator[Any]:
-        """The layer with the setting that Megatron's inference changes for a call."""
+    def _as_called(self) -> Iterator[Any]:
+        """The layer as it was when it was called, whoever asks: autograd's mode, and a setting that Megatron's
+        inference changes for one call."""
         layer = self._layer
         before, layer.sequence_parallel = layer.sequence_parallel, self.sequence_parallel
+        mode = torch.inference_mode(False) if self.requires_grad else contextlib.nullcontext()
         try:
-            yield layer
+            with mode, torch.set_grad_enabled(self.requires_grad):
+                yield layer
         finally:
             layer.sequence_parallel = before
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the logits do: whether autograd recorded the call."""
+        return self._recorded and super().requires_grad
 
     @property
     def shape(self) -> torch.Size:
