@@ -13,6 +13,8 @@ from twinkle_megatron.groups import (
     group_rank,
     group_size,
     raise_together,
+    reduce_scatter_rows,
+    sum_over,
     tensor_parallel_group,
 )
 
@@ -23,6 +25,9 @@ def test_one_process_needs_no_groups():
     assert group_size(None) == 1
     assert group_rank(None) == 0
     assert all_gather_rows(torch.ones(2), None).tolist() == [[1, 1]]
+    x = torch.ones(3, 2)
+    assert sum_over(x, None) is x
+    assert reduce_scatter_rows(x, None) is x
     assert groups.gather_everyone(torch.ones(2)).tolist() == [[1, 1]]
     assert groups.gather_objects('x') == ['x']
     raise_together(groups, None)
@@ -68,3 +73,36 @@ def _gather():
     except ValueError as caught:
         error = f'{type(caught).__name__}: {caught}'
     return rows, groups.gather_objects(rank), error
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_sums_over_ranks_are_the_same_bits_on_all_and_slices_of_one_sum(dtype):
+    """Of any memory layout, with no rows too, over a group of some ranks beside another."""
+    g = torch.Generator().manual_seed(0)
+    parts = torch.randint(-8, 9, (4, 6, 5), generator=g).to(dtype)
+
+    def on_rank():
+        rank = dist.get_rank()
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        mine, x = groups[rank % 2], parts[rank]
+        found = [sum_over(y.clone(), mine) for y in (x, x.T, x[:, 0], x[:0], x[0, 0])]
+        scattered = [reduce_scatter_rows(y, mine) for y in (x, x.T[:4], x[::3], x[:, 0], x[:0])]
+        assert torch.equal(x, parts[rank])  # a reduce-scatter writes to nothing
+        return found, scattered
+
+    for rank, (found, scattered) in enumerate(run_ranks(on_rank, 4)):
+        want = parts[rank % 2] + parts[rank % 2 + 2]
+        for got, expected in zip(found, (want, want.T, want[:, 0], want[:0], want[0, 0]), strict=True):
+            assert torch.equal(got, expected)
+        slices = (want, want.T[:4], want[::3], want[:, 0], want[:0])
+        for got, expected in zip(scattered, slices, strict=True):
+            assert torch.equal(got, expected.chunk(2)[rank // 2] if len(expected) else expected)
+        assert all(got.dtype == dtype for got in (*found, *scattered))
+
+
+def test_sums_over_ranks_are_bitwise_alike_where_they_are_rounded():
+    x = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    found = run_ranks(lambda: sum_over(x[dist.get_rank()].clone(), dist.group.WORLD), 3)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(found[0], x.double().sum(0).float())

@@ -10,6 +10,7 @@ from ranks import run_ranks
 
 from tests.vocab_parallel.probes import counted
 from twinkle_megatron.vocab_parallel import (
+    LinearHead,
     VocabShard,
     argmax,
     cross_entropy,
@@ -57,6 +58,76 @@ OPTIONS = {
     'shard none': ({'shard': None}, r'shard must be a VocabShard, got NoneType; VocabShard.from_group'),
     'shard size': ({'shard': 8}, 'shard must be a VocabShard, got int'),
 }
+HIDDEN, WEIGHT = torch.randn(3, 4), torch.randn(8, 4)
+HEADS = {
+    'hidden list': ({'hidden': HIDDEN.tolist()}, 'hidden must be a tensor, got list'),
+    'hidden none': ({'hidden': None}, 'hidden must be a tensor, got NoneType'),
+    'hidden integers': ({'hidden': HIDDEN.long()}, 'hidden must be float16, .* got torch.int64'),
+    'hidden complex': ({'hidden': HIDDEN.to(torch.complex64)}, 'hidden must be float16, .* got torch.complex64'),
+    'hidden a number': ({'hidden': torch.tensor(1.0)}, r'hidden must be \[\.\.\., H\] .* got \(\) and \(8, 4\)'),
+    'hidden elsewhere': (
+        {'hidden': HIDDEN.to('meta')},
+        'weight must have the dtype and device of hidden, .* on meta, got',
+    ),
+    'weight none': ({'weight': None}, 'weight must be a tensor, got NoneType'),
+    'weight numpy': ({'weight': WEIGHT.numpy()}, 'weight must be a tensor, got ndarray'),
+    'weight transposed': (
+        {'weight': WEIGHT.T},
+        r'weight \[V/tp, H\] with the same H > 0, got \(3, 4\) and \(4, 8\); .* weight is not transposed',
+    ),
+    'weight 1-D': ({'weight': WEIGHT[0]}, r'weight \[V/tp, H\] .* got \(3, 4\) and \(4,\)'),
+    'weight 3-D': ({'weight': WEIGHT[None]}, r'weight \[V/tp, H\] .* got \(3, 4\) and \(1, 8, 4\)'),
+    'no width': (
+        {'hidden': HIDDEN[:, :0], 'weight': WEIGHT[:, :0]},
+        r'the same H > 0, got \(3, 0\) and \(8, 0\)',
+    ),
+    'weight dtype': (
+        {'weight': WEIGHT.bfloat16()},
+        'weight must have the dtype and device of hidden, torch.float32 on cpu, got torch.bfloat16 on cpu',
+    ),
+    'weight elsewhere': (
+        {'weight': WEIGHT.to('meta')},
+        'weight must have the dtype and device of hidden, torch.float32 on cpu, got torch.float32 on meta',
+    ),
+    'bias text': ({'bias': 'none'}, 'bias must be a tensor, got str'),
+    'bias false': ({'bias': False}, 'bias must be a tensor, got bool'),
+    'bias width': ({'bias': torch.zeros(4)}, r'bias must be \[V/tp\] = \(8,\), got \(4,\)'),
+    'bias 2-D': ({'bias': torch.zeros(8, 1)}, r'bias must be \[V/tp\] = \(8,\), got \(8, 1\)'),
+    'bias dtype': (
+        {'bias': torch.zeros(8).double()},
+        'bias must have the dtype .* torch.float32 on cpu, got torch.float64',
+    ),
+    'bias elsewhere': ({'bias': torch.zeros(8).to('meta')}, 'bias must have the dtype and device .* on meta'),
+    'sequence parallel number': ({'sequence_parallel': 1}, 'sequence_parallel must be True or False, got 1'),
+    'sequence parallel none': ({'sequence_parallel': None}, 'sequence_parallel must be True or False, got None'),
+    'no sequence': (
+        {'hidden': HIDDEN[0], 'sequence_parallel': True},
+        r'sequence_parallel needs hidden \[s/tp, \.\.\., H\], got \(4,\)',
+    ),
+    **{
+        f'logit_scale {value}': ({'logit_scale': value}, f'logit_scale must be a finite number > 0, got {value!r}')
+        for value in (0, -1.0, math.nan, math.inf, None, '2')
+    },
+    'logit_scale tensor': ({'logit_scale': torch.ones(8)}, 'logit_scale must be a finite number > 0, got tensor'),
+    **{
+        f'max_workspace_mb {value}': (
+            {'max_workspace_mb': value},
+            f'max_workspace_mb must be a number of MiB > 0, or None, got {value!r}',
+        )
+        for value in (0, -8, math.nan, math.inf, '8', True)
+    },
+    'main_grad true': ({'main_grad': True}, 'main_grad must be a tensor, got bool'),
+    'main_grad flat': (
+        {'main_grad': torch.zeros(32)},
+        r'main_grad must be a buffer of the shape and device of weight, \(8, 4\) on cpu, got \(32,\) on cpu',
+    ),
+    'main_grad elsewhere': ({'main_grad': torch.zeros(8, 4).to('meta')}, r'main_grad must be .* got \(8, 4\) on meta'),
+    'main_grad integers': ({'main_grad': WEIGHT.int()}, 'main_grad must be a plain buffer of floats .* torch.int32'),
+    'main_grad a parameter': (
+        {'main_grad': torch.nn.Parameter(torch.zeros(8, 4))},
+        'main_grad must be a plain buffer of floats without a gradient, got torch.float32, which requires a gradient',
+    ),
+}
 WITH_TARGET = [log_probs, log_probs_and_entropy, cross_entropy]
 
 
@@ -73,6 +144,47 @@ def test_logits(name):
     for call in calls:
         with pytest.raises(ValueError, match=pattern):
             call()
+
+
+@pytest.mark.parametrize('name', HEADS)
+def test_linear_head(name):
+    options, pattern = HEADS[name]
+    with pytest.raises(ValueError, match=pattern) as error:
+        LinearHead(**{'hidden': HIDDEN, 'weight': WEIGHT, **options})
+    assert 'tensor([[' not in str(error.value)  # no data of a weight's size
+
+
+def test_a_linear_head_of_another_shard():
+    ids = torch.zeros(3, 1, dtype=torch.long)
+    for weight in (WEIGHT[:4], torch.cat([WEIGHT, WEIGHT])):
+        head = LinearHead(HIDDEN, weight)
+        calls = [lambda f=f, x=head: f(x, Y, shard=SHARD) for f in (*WITH_TARGET, token_stats)]
+        calls += [lambda f=f, x=head: f(x, shard=SHARD) for f in (argmax, token_stats)]
+        calls += [lambda x=head: topk(x, 2, shard=SHARD), lambda x=head: gather(x, ids, shard=SHARD)]
+        pattern = rf"weight must hold the 8 ids \[0, 8\) of this rank's shard, one a row, got \({len(weight)}, 4\)"
+        for call in calls:
+            with pytest.raises(ValueError, match=pattern):
+                call()
+
+
+@pytest.mark.parametrize('dims', [(0, 2), (2, 0), (-1, 0), (1, -1), (0, 3), (-4, 0)])
+def test_a_linear_head_keeps_the_vocabulary_last(dims):
+    head = LinearHead(HIDDEN[None], WEIGHT)
+    pattern = rf'transpose must exchange two of the 2 leading dims of the logits, got {dims[0]} and {dims[1]}'
+    with pytest.raises(ValueError, match=pattern):
+        head.transpose(*dims)
+
+
+def test_labels_and_ids_have_the_shape_of_the_logits_of_a_linear_head():
+    head = LinearHead(torch.randn(2, 3, 4), WEIGHT).transpose(0, 1)
+    with pytest.raises(ValueError, match=r'target must have the shape of the logits .* \(3, 2\), got \(2, 3\)'):
+        log_probs(head, torch.zeros(2, 3).long(), shard=SHARD)
+    with pytest.raises(ValueError, match=r"ids must have shape \(3, 2, 'k'\).* got \(2, 3, 1\)"):
+        gather(head, torch.zeros(2, 3, 1).long(), shard=SHARD)
+    with pytest.raises(ValueError, match='target must be on the device of the logits, cpu, got meta'):
+        log_probs(head, torch.zeros(3, 2).long().to('meta'), shard=SHARD)
+    with pytest.raises(ValueError, match=r'got \[9\] at \[\(2, 0\)\], 1 in all'):
+        log_probs(head, torch.tensor([[1, 2], [3, 4], [9, 0]]), shard=SHARD)
 
 
 @pytest.mark.parametrize('name', TARGET)

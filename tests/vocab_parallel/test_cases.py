@@ -9,7 +9,14 @@ from ranks import run_ranks
 
 from tests.vocab_parallel.probes import NewTensors
 from tests.vocab_parallel.reference import DIFFERENTIABLE, gradient, ours, plain, upstream
-from twinkle_megatron.vocab_parallel import VocabShard, cross_entropy, log_probs, log_probs_and_entropy, token_stats
+from twinkle_megatron.vocab_parallel import (
+    LinearHead,
+    VocabShard,
+    cross_entropy,
+    log_probs,
+    log_probs_and_entropy,
+    token_stats,
+)
 
 F64 = torch.float64
 
@@ -25,20 +32,29 @@ def close(got, want, digits=6):
 
 def on_two_ranks(logits, target, function, vocab_size=None):
     """`function(local logits, target, shard)` on both ranks: the values of each, the joined gradient of their weighted
-    sum, and the weights."""
+    sum, and the weights. The same as a linear head, whose hidden states are the logits, has to agree."""
     whole, labels = tensor(logits), torch.tensor(target)
     weight = torch.randn(labels.shape, generator=torch.Generator().manual_seed(0), dtype=F64)
+    true = whole.shape[-1] if vocab_size is None else vocab_size
 
     def on_rank():
         width = whole.shape[-1] // 2
         shard = VocabShard.from_group(width, dist.group.WORLD, vocab_size)
         x = whole[..., shard.start : shard.stop].clone().requires_grad_()
-        value = function(x, labels, shard)
-        (grad,) = torch.autograd.grad((value * weight).sum(), x)
-        return value, grad
+        hidden = whole[..., :true].clone().requires_grad_()
+        identity = torch.eye(whole.shape[-1], true, dtype=F64)
+        identity[true:] = math.nan
+        found = []
+        for leaf, given in ((x, x), (hidden, LinearHead(hidden, identity[shard.start : shard.stop]))):
+            value = function(given, labels, shard)
+            found += [value, *torch.autograd.grad((value * weight).sum(), leaf)]
+        return found
 
     ranks = run_ranks(on_rank, 2)
-    return [value for value, _ in ranks], torch.cat([grad for _, grad in ranks], -1), weight
+    grad = torch.cat([grad for _, grad, *_ in ranks], -1)
+    for value, _, *of_head in ranks:
+        torch.testing.assert_close(of_head, [value, grad[..., :true]], rtol=1e-12, atol=1e-13)
+    return [value for value, *_ in ranks], grad, weight
 
 
 def plain_grad(logits, function, weight):

@@ -74,9 +74,10 @@ def add_product(out: Tensor, grad: Tensor, hidden: Tensor) -> None:
     if out.dtype == grad.dtype:
         out.addmm_(grad.t(), hidden)
         return
-    apex = _apex() if grad.is_cuda and out.dtype == torch.float32 and grad.dtype != torch.float64 else None
+    fits = grad.is_cuda and grad.dtype != torch.float64 and out.dtype == torch.float32 and out.is_contiguous()
+    apex = _apex() if fits else None
     if apex is not None:
-        apex.wgrad_gemm_accum_fp32(hidden, grad, out)
+        apex.wgrad_gemm_accum_fp32(hidden.contiguous(), grad.contiguous(), out)  # it knows no strides
     else:
         out.add_(torch.mm(grad.t(), hidden))
 

@@ -160,4 +160,5 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor) -> None:
             f'got {tuple(main_grad.shape)} on {main_grad.device}'
         )
     if not main_grad.dtype.is_floating_point or main_grad.requires_grad:
-        raise ValueError(f'main_grad must be a plain buffer of floats without a gradient of its own, got {main_grad}')
+        own = ', which requires a gradient' if main_grad.requires_grad else ''
+        raise ValueError(f'main_grad must be a plain buffer of floats without a gradient, got {main_grad.dtype}{own}')

@@ -135,7 +135,7 @@ class LinearSource:
 
     def _hidden_rows(self, hidden: Tensor) -> Tensor:
         """`[N, H]`, of the whole sequence; only those that are multiplied."""
-        whole = all_gather_rows(hidden, self.shard.group) if self._gathers else hidden
+        whole = all_gather_rows(hidden, self.shard.group) if self._gathers and hidden.numel() else hidden
         rows = whole.reshape(-1, self._width)
         return rows if self._index is None else rows[self._index]
 
@@ -212,8 +212,8 @@ class LinearSource:
 
     def _summed(self, d_rows: Tensor | None, hidden: Tensor) -> Tensor | None:
         """The gradient of `hidden` from this rank's part of it."""
-        if d_rows is None:
-            return None
+        if d_rows is None or hidden.numel() == 0:
+            return None if d_rows is None else torch.zeros_like(hidden)
         if self._index is not None:
             d_rows = d_rows.new_zeros(math.prod(self.lead), self._width).index_copy_(0, self._index, d_rows)
         group = self.shard.group

@@ -25,6 +25,7 @@ from .kernels import Kernels, select
 from .kernels.eager import accumulate_dtype
 from .labels import check_target, raise_for, raise_pending
 from .logits import Logits, as_source
+from .once import once_only
 from .row_sums import LocalSums, Wanted, combine, label_codes
 from .shard import VocabShard
 from .source import Source, Tile
@@ -96,6 +97,7 @@ def token_stats(
     """
     raise_pending()
     source = as_source(logits, shard, chunk_size, reuse_storage)
+    reuse_storage = reuse_storage and isinstance(logits, Tensor)  # a linear head has no such storage
     _check_temperature(temperature, source.dtype)
     if target is not None:
         check_target(target, source.lead, source.device)
@@ -138,9 +140,8 @@ class _Request(NamedTuple):
 
 
 def _no_rows(source: Source, wanted: Wanted) -> TokenStats:
-    """Empty statistics that still have a gradient path. Every rank has no rows, so none enters the collective."""
-    zero = sum((t.sum(dtype=accumulate_dtype(source.dtype)) * 0 for t in source.tensors), start=torch.zeros(()))
-    empty = torch.zeros(source.lead, dtype=accumulate_dtype(source.dtype), device=source.device) + zero
+    """Empty statistics that still have a gradient path. Every rank has no rows, so none enters a collective."""
+    empty = _NoRows.apply(source, *source.tensors)
     return TokenStats(
         log_prob=empty if wanted.log_prob else None,
         log_normalizer=empty if wanted.normalizer else None,
@@ -148,6 +149,19 @@ def _no_rows(source: Source, wanted: Wanted) -> TokenStats:
         mean_logit=empty if wanted.mean else None,
         argmax=empty.detach().long() if wanted.argmax else None,
     )
+
+
+class _NoRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Source, *tensors: Tensor) -> Tensor:
+        ctx.source = _without_tensors(source)
+        ctx.save_for_backward(*tensors)
+        return torch.zeros(source.lead, dtype=accumulate_dtype(source.dtype), device=source.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        detached = tuple(t.detach() for t in ctx.saved_tensors)
+        return (None, *ctx.source.gradients(detached, tuple(ctx.needs_input_grad[1:]), lambda tile, out: None, None))
 
 
 class _TokenStats(torch.autograd.Function):
@@ -203,12 +217,7 @@ class _TokenStats(torch.autograd.Function):
         saved = ctx.saved_tensors
         with torch.no_grad():
             found = _gradients(ctx.request, saved, grads, tuple(ctx.needs_input_grad[1:]))
-        if torch.is_grad_enabled():  # create_graph=True: a gradient that looked constant would be silently wrong
-            on = [t for t in (*saved, *grads) if t is not None and t.requires_grad]
-            found = tuple(
-                grad if grad is None or grad.is_sparse else _DifferentiableOnce.apply(grad, *on) for grad in found
-            )
-        return (None, *found)
+        return (None, *once_only(found, (*saved, *grads)))
 
 
 def _gradients(
@@ -238,20 +247,6 @@ def _gradients(
     detached = tuple(t.detach() for t in tensors)
     with torch.autocast(source.device.type, enabled=False):
         return source.gradients(detached, needed, fill, kernels.max_elements)
-
-
-class _DifferentiableOnce(torch.autograd.Function):
-    """The gradient as it is, which depends on other tensors in a way that has no derivative here."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:
-        return grad.view_as(grad)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(
-            'the statistics of the logits have no second derivative: backward through a gradient of theirs'
-        )
 
 
 class _Coefficients(NamedTuple):

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..groups import all_gather_rows, sum_over
 from .kernels.eager import accumulate_dtype
 from .kernels.select import CPU_TILE, CUDA_TILE
 from .labels import check_ids, raise_pending
 from .logits import Logits, as_source
+from .once import once_only
 from .shard import VocabShard
 from .source import Source, Tile
 
@@ -82,11 +82,16 @@ class _At(torch.autograd.Function):
         return sum_over(picked, source.shard.group).to(source.dtype)  # one rank holds the value, the others 0: exact
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  (the decorator hides the names)
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (column, *tensors), source = grad_outputs, ctx.saved_tensors, ctx.source
+        with torch.no_grad():
+            found = _At._gradients(source, tensors, column, grad, tuple(ctx.needs_input_grad[3:]))
+        return (None, None, None, *once_only(found, (grad, *tensors)))
+
+    @staticmethod
+    def _gradients(
+        source: Source, tensors: list[Tensor], column: Tensor, grad: Tensor, needed: tuple[bool, ...]
+    ) -> tuple[Tensor | None, ...]:
         own, by = _by_row(source, column), _by_row(source, grad).to(source.dtype)
 
         def fill(tile: Tile, out: Tensor) -> None:
@@ -99,8 +104,7 @@ class _At(torch.autograd.Function):
 
         with torch.autocast(source.device.type, enabled=False):
             detached = tuple(t.detach() for t in tensors)
-            found = source.gradients(detached, tuple(ctx.needs_input_grad[3:]), fill, None, reads=False)
-        return (None, None, None, *found)
+            return source.gradients(detached, needed, fill, None, reads=False)
 
 
 def _positions(source: Source) -> Tensor:
@@ -110,7 +114,7 @@ def _positions(source: Source) -> Tensor:
 
 def _by_row(source: Source, values: Tensor) -> Tensor:
     """`[*lead, k]` as `[rows, k]`."""
-    return values.reshape(-1, values.shape[-1])[_positions(source)]
+    return values.reshape(math.prod(source.lead), values.shape[-1])[_positions(source)]
 
 
 def _picked(source: Source, tensors: tuple[Tensor, ...], column: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ logger = logging.getLogger('twinkle_megatron')
 
 _LARGEST_MB = {'cpu': 8, 'cuda': 256}
 """Of one tile of logits. Products gain nothing by larger ones, and on CPU the sweep over one wants it in the cache."""
+_ALL_MB = 2.0**40
 _SHARE = 64
 """A tile takes at most this part of the free memory by default."""
 
@@ -35,7 +36,7 @@ def tile_elements(device: torch.device, dtype: torch.dtype, max_workspace_mb: fl
 
 def spare_elements(device: torch.device, dtype: torch.dtype, max_workspace_mb: float | None) -> int:
     """Elements that the workspace has left beside the tile at work."""
-    whole = 0 if max_workspace_mb is None else int(max_workspace_mb * 2**20) // dtype.itemsize
+    whole = 0 if max_workspace_mb is None else int(min(max_workspace_mb, _ALL_MB) * 2**20) // dtype.itemsize
     return max(0, whole - tile_elements(device, dtype, max_workspace_mb))
 
 
