@@ -1,19 +1,25 @@
-"""The GRPO family on one global batch under any layout, padded or packed, beside its float64 formulas in one process."""
+"""The GRPO family and its metrics on one global batch under any layout, padded or packed, beside their float64 formulas
+(tests/policy_formulas.py) in one process."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import itertools
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cover import MOST_RANKS
 from gradients import collect_grads
-from invariance import LENGTH, Result, Split, samples
+from invariance import EMPTY_RANK, LENGTH, UNEVEN, Result, Split, even, samples
 from ranks import device, run_ranks
 from tiny_gpt import Layout, Spec, build, initialize, unwrapped, wrap
 
+from tests.policy_formulas import LOSSES, Response, loss_of, metric_of, records_of
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.metric import Accuracy, CISPOMetric, GRPOMetric, GSPOMetric, LossMetric
 
 INIT: dict[str, dict[str, Any]] = {
     'GRPOLoss': {'clip_range': 0.1, 'clip_range_high': 0.3, 'beta': 0.04, 'entropy_coef': 0.01, 'temperature': 0.8},
@@ -23,10 +29,89 @@ INIT: dict[str, dict[str, Any]] = {
     'BNPOLoss': {'clip_range': 0.1, 'beta': 0.04},
     'DRGRPOLoss': {'clip_range': 0.1, 'max_completion_length': 24},
 }
-
+METRIC_INIT: dict[type, dict[str, Any]] = {
+    GRPOMetric: {'epsilon': 0.1, 'epsilon_high': 0.3, 'top_k_kl': 5},
+    GSPOMetric: {'epsilon': 0.02},
+    CISPOMetric: {'epsilon': 0.3, 'epsilon_high': 0.1},
+}
 
 LENGTHS = (LENGTH, 5, 7, LENGTH, 16, 9, 3, 11)
 """Tokens of each sample."""
+
+ALL = tuple(range(8))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of every factor. `form` is how the extras are given, `per_token` Megatron's
+    `calculate_per_token_loss`."""
+
+    loss: str
+    packed: bool
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    sp: bool
+    head: str
+    split: str
+    form: str = 'ragged'
+    per_token: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, cp=self.cp, dp=self.dp, sp=self.sp)
+
+    @property
+    def cut(self) -> Split:
+        if self.split == 'uneven':
+            return UNEVEN[self.dp]
+        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
+
+    @property
+    def possible(self) -> bool:
+        return (
+            self.layout.world <= MOST_RANKS and (not self.sp or self.tp > 1) and (self.split != 'empty' or self.dp == 2)
+        )
+
+    def __str__(self) -> str:
+        packed, count = 'packed' if self.packed else 'padded', 'n' if self.per_token else 'm'
+        return f'{self.loss}-{packed}-{self.layout}-{self.head}-{self.split}-{self.form}-{count}'
+
+    def pairs(self) -> frozenset[tuple]:
+        """Every two factors' settings in this case."""
+        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in fields(self)], 2))
+
+
+def _every() -> list[Case]:
+    """All of them, but for the extras' form and the flag, which change from case to case."""
+    found = []
+    for values in itertools.product(
+        LOSSES, (False, True), (1, 2), (1, 2), (1, 2), (1, 2), (False, True), ('logits', 'linear'),
+        ('mb1', 'mb2', 'uneven', 'empty'),
+    ):  # fmt: skip
+        digest = zlib.crc32(repr(values).encode()) >> 8
+        case = Case(*values, form=FORMS[digest % len(FORMS)], per_token=bool(digest & 64))
+        if case.possible:
+            found.append(case)
+    return found
+
+
+FORMS = ('ragged', 'rows', 'aligned')
+EVERY = _every()
+
+
+def pairwise() -> list[Case]:
+    """A small list in which every pair of settings of EVERY occurs: greedily the case with most new pairs, among equals
+    the one with the fewest ranks."""
+    pairs = {case: case.pairs() for case in EVERY}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(EVERY, key=lambda case: (len(pairs[case] & missing), -case.layout.world))
+        missing -= pairs[best]
+        chosen.append(best)
+    return chosen
 
 
 @dataclass(frozen=True)
@@ -40,7 +125,7 @@ class Rollouts:
 
 def rollouts(spec: Spec) -> Rollouts:
     """Near a uniform policy, so that ratios lie on both sides of every clip."""
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(7)
     kept = [int((s['labels'] != -100).sum()) for s in cut_samples(spec)]
     level = -torch.log(torch.tensor(float(spec.vocab_size)))
 
@@ -74,84 +159,106 @@ def micro_batches(spec: Spec, split: Split, replica: int, packed: bool) -> list[
     return out
 
 
-def extras(spec: Spec, split: Split, replica: int) -> dict[str, Any]:
-    """What a replica is given beside its micro-batches, in sample order."""
-    at = [i for micro_batch in split.replicas[replica] for i in micro_batch]
-    whole = rollouts(spec)
-    return {name: [getattr(whole, name)[i] for i in at] for name in ('old_logps', 'ref_logps', 'advantages')}
+def extras(spec: Spec, split: Split, replica: int, packed: bool = False, form: str = 'ragged') -> dict[str, Any]:
+    """What a replica is given beside its micro-batches, in sample order.
+
+    'ragged': the trained tokens of each sample. 'rows': all of its tokens, advantages as an array `[S, 1]`. 'aligned':
+    one tensor a micro-batch, in the shape of its labels. What stands at ignored tokens is NaN.
+    """
+    names = ('old_logps', 'ref_logps', 'advantages')
+    at, given = split.replicas[replica], rollouts(spec)
+    mine = [i for micro_batch in at for i in micro_batch]
+    out: dict[str, Any] = {name: [getattr(given, name)[i] for i in mine] for name in names}
+    if form == 'ragged':
+        return out
+    labels = [s['labels'][: LENGTHS[i] if packed else LENGTH] for i, s in enumerate(cut_samples(spec))]
+    rows = {name: [_at_tokens(getattr(given, name)[i], labels[i]) for i in range(8)] for name in names}
+    if form == 'rows':
+        advantages = torch.tensor(out['advantages'], dtype=torch.float64).numpy()[:, None]
+        return {name: [rows[name][i] for i in mine] for name in names} | {'advantages': advantages}
+    join = (lambda parts: torch.cat(parts)[None]) if packed else torch.stack
+    return {name: [join([rows[name][i] for i in micro_batch]) for micro_batch in at] for name in names}
 
 
-def train_once(spec: Spec, layout: Layout, split: Split, loss: str, packed: bool, **arguments: Any) -> Result:
-    """On every rank: one forward-backward of this rank's replica."""
+def _at_tokens(values: Any, labels: torch.Tensor) -> torch.Tensor:
+    row = torch.full(labels.shape, torch.nan, dtype=torch.float64)
+    row[labels != -100] = torch.as_tensor(values, dtype=torch.float64)
+    return row
+
+
+def train(
+    spec: Spec, layout: Layout, split: Split, packed: bool, runs: Sequence[tuple[str, str, str]], per_token: bool = True
+) -> list[Result]:
+    """On every rank: for each (loss, head, form of the extras) one forward-backward of this rank's replica, with all
+    metrics."""
     initialize(layout)
-    model = MegatronModel(wrap(build(spec, layout)), vocab_size=spec.vocab_size, **arguments)
-    model.set_loss(loss, **INIT[loss])
-    replica = dist.get_rank(model.groups.dp)
-    out = model.forward_backward(inputs=micro_batches(spec, split, replica, packed), **extras(spec, split, replica))
-    return Result(out['loss'], collect_grads(model.chunks), {}, out['logps'])
+    results = []
+    spec = Spec(**{**vars(spec), 'config': {**spec.config, 'calculate_per_token_loss': per_token}})
+    chunks = wrap(build(spec, layout))
+    for loss, head, form in runs:
+        model = MegatronModel(chunks, vocab_size=spec.vocab_size, head=head)
+        model.zero_grad()
+        model.set_loss(loss, **INIT[loss])
+        metrics = [cls(model.groups, model.groups.dp_cp, **init) for cls, init in METRIC_INIT.items()]
+        metrics += [LossMetric(model.groups, model.groups.dp_cp), Accuracy(model.groups, model.groups.dp_cp)]
+        for metric in metrics:
+            model.add_metric(metric)
+        replica = dist.get_rank(model.groups.dp)
+        out = model.forward_backward(
+            inputs=micro_batches(spec, split, replica, packed), **extras(spec, split, replica, packed, form)
+        )
+        values = {type(metric).__name__: metric.values() for metric in metrics}
+        shown = {type(metric).__name__: metric.calculate() for metric in metrics}
+        records = shown['GRPOMetric'].pop('_high_kl_records')
+        assert all(shown[name] == values[name] for name in ('GRPOMetric', 'GSPOMetric', 'CISPOMetric'))
+        again = [metric.calculate() for metric in metrics[:3]]
+        assert again == [{}, {}, {}], 'calculate must forget what it has shown'
+        results.append(Result(out['loss'], collect_grads(model.chunks), {**values, 'records': records}, out['logps']))
+    return results
 
 
 _references: dict[str, Result] = {}
 
 
-def reference(spec: Spec, loss: str) -> Result:
-    """The whole batch in one process in float64, without this package. Computed once for each spec and loss."""
-    key = repr((spec, loss))
+def reference(spec: Spec, loss: str, which: Sequence[int] = ALL) -> Result:
+    """These samples of the batch in one process in float64, without this package. Computed once for each."""
+    key = repr((spec, loss, which))
     if key not in _references:
-        _references[key] = run_ranks(functools.partial(_reference, spec, loss), 1)[0]
+        _references[key] = run_ranks(_reference, 1, spec, loss, which)[0]
     return _references[key]
 
 
-def _reference(spec: Spec, loss: str) -> Result:
+def _reference(spec: Spec, loss: str, which: Sequence[int]) -> Result:
     initialize(Layout())
     (chunk,) = build(spec)
-    whole = cut_samples(spec)
+    whole, given = cut_samples(spec), rollouts(spec)
     ids = torch.stack([s['input_ids'] for s in whole]).to(device())
     positions = torch.arange(LENGTH, device=device()).expand(len(whole), LENGTH)
     logits = chunk(ids, positions, None)[..., : spec.vocab_size]
-    temperature = INIT[loss].get('temperature', 1.0)
-    logp = (logits / temperature).log_softmax(-1)
+    plain, logp = logits.log_softmax(-1), (logits / INIT[loss].get('temperature', 1.0)).log_softmax(-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    terms, given = [], rollouts(spec)
-    for i, sample in enumerate(whole):
-        at = sample['labels'] != -100
-        if at.any():
-            mine = logp[i, at].gather(-1, sample['labels'][at].to(device())[:, None])[:, 0]
-            old, ref = given.old_logps[i].to(mine), given.ref_logps[i].to(mine)
-            terms.append(tokens_of(loss, mine, old, ref, given.advantages[i], entropy[i, at]))
-    total = mean_of(loss, terms)
-    total.backward()
     labels = torch.stack([s['labels'] for s in whole]).to(device())
-    picked = logp.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
-    logps = torch.where(labels != -100, picked, 0).detach()
-    return Result(total.item(), collect_grads([unwrapped(chunk)]), {}, [logps])
 
+    def of_labels(x: torch.Tensor) -> torch.Tensor:
+        return x.gather(-1, labels.clamp_min(0)[..., None])[..., 0]
 
-def tokens_of(
-    loss: str, logp: torch.Tensor, old: torch.Tensor, ref: torch.Tensor, advantage: float, entropy: torch.Tensor
-) -> torch.Tensor:
-    """The loss of each trained token of one sequence, by the papers' formulas."""
-    init = INIT[loss]
-    low, beta = init.get('clip_range', 0.2), init.get('beta', 0.0)
-    high = init.get('clip_range_high', low)
-    ratio = (logp - old).exp()
-    if loss == 'GSPOLoss':
-        ratio = (logp - old).mean().exp().expand_as(logp)
-    if loss == 'SAPOLoss':
-        tau = init['tau_pos'] if advantage > 0 else init['tau_neg']
-        policy = -advantage * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    elif loss == 'CISPOLoss':
-        policy = -ratio.clamp(max=1 + high).detach() * advantage * logp
-    else:
-        policy = -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    kl = (ref - logp).exp() - (ref - logp) - 1
-    return policy + beta * kl - init.get('entropy_coef', 0.0) * entropy
-
-
-def mean_of(loss: str, terms: list[torch.Tensor]) -> torch.Tensor:
-    """The loss of the batch from the tokens of its sequences."""
-    if loss in ('BNPOLoss', 'CISPOLoss'):
-        return torch.cat(terms).mean()
-    if loss == 'DRGRPOLoss':
-        return torch.cat(terms).sum() / (len(terms) * INIT[loss]['max_completion_length'])
-    return torch.stack([term.mean() for term in terms]).mean()
+    responses = []
+    for i in which:
+        at = labels[i] != -100
+        new, bare = of_labels(logp)[i, at], of_labels(plain)[i, at].detach()
+        old, ref = given.old_logps[i].to(new), given.ref_logps[i].to(new)
+        advantage = torch.as_tensor(given.advantages[i]).to(new)
+        where, tokens = at.nonzero()[:, 0].tolist(), labels[i, at].tolist()
+        responses.append(Response(new, old, ref, advantage, entropy[i, at], bare, where, tokens))
+    total = loss_of(loss, INIT[loss], responses)
+    total.backward()
+    found = [Response(r.new.detach(), r.old, r.ref, r.advantages, r.entropy.detach(), r.plain) for r in responses]
+    metrics = {cls.__name__: metric_of(cls.__name__, init, found) for cls, init in METRIC_INIT.items()}
+    tokens = sum(len(r.new) for r in responses)
+    kept = (labels != -100)[list(which)]
+    correct = int(((logits.argmax(-1) == labels)[list(which)] & kept).sum())
+    metrics['LossMetric'] = {'loss': total.item()}
+    metrics['Accuracy'] = {'accuracy': correct / tokens, 'correct_tokens': correct, 'total_tokens': tokens}
+    records = records_of(METRIC_INIT[GRPOMetric]['top_k_kl'], responses)
+    logps = torch.where(labels != -100, of_labels(logp), 0).detach()
+    return Result(total.item(), collect_grads([unwrapped(chunk)]), {**metrics, 'records': records}, [logps])

@@ -130,3 +130,21 @@ def test_one_collective_forward_and_none_backward():
         return [*counts, (sum(forward.values()), 0)]
 
     assert run_ranks(on_rank, 2) == [[(1, 0), (1, 0), (1, 0)]] * 2
+
+
+def test_lookups_of_a_tensor_are_linear_and_may_be_differentiated_through():
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    ids, shard = torch.tensor([[1, 4], [0, 0]]), VocabShard.from_group(5)
+    lookups = (
+        (lambda y: gather(y, ids, shard=shard), lambda y: y.gather(-1, ids)),
+        (
+            lambda y: topk(y, 2, shard=shard)[0],
+            lambda y: y.topk(2).values,
+        ),
+    )
+    for found in lookups:
+        second = []
+        for lookup in found:
+            (first,) = torch.autograd.grad(lookup(x**2).sum(), x, create_graph=True)
+            second.append(torch.autograd.grad((first**2).sum(), x)[0])
+        torch.testing.assert_close(*second)

@@ -101,19 +101,24 @@ def align_extras(
         kind = kinds.get(key, CONSTANT)
         if value is None or kind == CONSTANT:
             parts: Sequence[Any] = [value] * len(rows)
-        else:
-            parts = _aligned(key, value, rows, shifted)
+        else:  # what stands at ignored tokens may be NaN, and must not get into sums of gradients
+            parts = [
+                part.masked_fill(row.labels == row.ignore_index, 0)
+                for part, row in zip(_aligned(key, value, rows, shifted), rows)
+            ]
         for mine, part in zip(out, parts):
             mine[key] = part
     return out
 
 
 def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> list[Tensor]:
-    whole = _as_given(value)
+    whole = _as_given(key, value)
     sequences = sum(row.count for row in rows)
     if isinstance(whole, Tensor):
         if whole.dim() == 0:
             return [row.spread(whole.expand(row.count)) for row in rows]
+        if whole.dim() == 1 and len(rows) == 1 and (1, len(whole)) == rows[0].labels.shape and len(whole) != sequences:
+            whole = whole[None]  # aligned with 1-D labels, or with those of one packed row
         if len(rows) == 1 and whole.shape == rows[0].labels.shape and whole.dim() == 2:
             return [_on(_unshifted(whole, rows[0]) if not shifted else whole, rows[0])]
         if whole.dim() == 2 and whole.shape[0] == sequences and whole.shape[1] == 1:
@@ -124,12 +129,16 @@ def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> 
             whole = list(whole.split([len(row.labels) for row in rows]))
         else:
             whole = list(whole)
-    if whole and all(isinstance(part, Tensor) and part.dim() == 2 for part in whole) and len(whole) == len(rows):
-        return [_micro_batch(key, i, part, row, shifted) for i, (part, row) in enumerate(zip(whole, rows))]
+    shapes = [tuple(row.labels.shape) for row in rows]
+    matrices = [part for part in whole if isinstance(part, Tensor) and part.dim() == 2]
+    if len(matrices) == len(whole) == len(rows) and (
+        len(rows) != sequences or [tuple(part.shape) for part in matrices] == shapes
+    ):
+        return [_micro_batch(key, i, part, row, shifted) for i, (part, row) in enumerate(zip(matrices, rows))]
     if len(whole) != sequences:
         raise ValueError(
             f'{key} must have one entry for each of the {sequences} sequences of the call, or be aligned with the '
-            f'labels, {[tuple(row.labels.shape) for row in rows]}, got {len(whole)} entries'
+            f'labels, {shapes}, got {len(whole)} entries'
         )
     out, first = [], 0
     for row in rows:
@@ -138,21 +147,21 @@ def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> 
     return out
 
 
-def _as_given(value: Any) -> Tensor | list[Any]:
-    """Tensors and arrays as tensors; lists as lists, of numbers only as a tensor."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return torch.as_tensor(value)
-    if not isinstance(value, (list, tuple, np.ndarray)):
-        return torch.as_tensor(value)
+def _as_given(key: str, value: Any) -> Tensor | list[Any]:
+    """Tensors and arrays as tensors of floats; lists as lists, of numbers only as a tensor."""
+    if not isinstance(value, (list, tuple, np.ndarray)) or (isinstance(value, np.ndarray) and value.dtype != object):
+        try:
+            tensor = torch.as_tensor(value).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f'{key} must be numbers, got {describe(value)}: {error}') from error
+        return tensor if tensor.is_floating_point() else tensor.double()
     items = [item.detach() if isinstance(item, Tensor) else item for item in value]
     if (
         items
         and all(np.ndim(item) == 0 for item in items if not isinstance(item, Tensor))
         and not any(isinstance(item, Tensor) and item.dim() for item in items)
     ):
-        return torch.tensor([float(item) for item in items], dtype=torch.float64)
+        return torch.tensor([_numbers(key, item, i)[0] for i, item in enumerate(items)], dtype=torch.float64)
     return [torch.as_tensor(item) if isinstance(item, np.ndarray) else item for item in items]
 
 
@@ -200,6 +209,8 @@ def _numbers(key: str, entry: Any, sample: int) -> np.ndarray:
     try:
         if isinstance(entry, Tensor):
             return entry.double().cpu().numpy().reshape(-1)
+        if entry is None:  # numpy would read it as NaN
+            raise TypeError('None stands for no number')
         if isinstance(entry, (list, tuple)):
             entry = [float(x) for x in entry]
         return np.asarray(entry, dtype=np.float64).reshape(-1)

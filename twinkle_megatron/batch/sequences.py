@@ -22,10 +22,16 @@ class Packing(NamedTuple):
     lengths: Tensor
 
     @classmethod
-    def of(cls, starts: Tensor, lengths: Tensor) -> Packing:
+    def of(cls, starts: Tensor, lengths: Tensor, name: str) -> Packing:
         """Without the empty sequences that fill a `cu_seqlens` of fixed size."""
         real = lengths > 0
-        return cls(torch.cat([starts[:-1][real], starts[-1:]]), lengths[real])
+        boundaries = torch.cat([starts[:-1][real], starts[-1:]])
+        if not real.any() or boundaries[0] != 0:
+            raise ValueError(
+                f'{name} must hold a sequence with tokens, and no room before the first such one, got starts '
+                f'{starts.tolist()} and lengths {lengths.tolist()}; leave a row without tokens out'
+            )
+        return cls(boundaries, lengths[real])
 
 
 def packing_of(batch: Mapping[str, Any]) -> Packing | None:
@@ -74,13 +80,13 @@ def _given_boundaries(batch: Mapping[str, Any]) -> Packing | None:
     ids = batch['input_ids']
     true = _boundaries(true, name, ids)
     if stored is None:
-        return Packing.of(true, true.diff())
+        return Packing.of(true, true.diff(), name)
     stored = _boundaries(stored, name + '_padded', ids)
     if stored.shape != true.shape or bool((stored.diff() < true.diff()).any()):
         raise ValueError(
             f'{name}_padded must have room for every sequence of {name}, got {stored.tolist()} for {true.tolist()}'
         )
-    return Packing.of(stored, true.diff())
+    return Packing.of(stored, true.diff(), name)
 
 
 def _boundaries(given: Any, name: str, ids: Tensor) -> Tensor:
@@ -128,7 +134,8 @@ def shift_labels(inputs: Mapping[str, Any], ignore_index: int = -100) -> Tensor:
     """Labels aligned with the logits, from those aligned with the tokens.
 
     `labels[..., i]` is the token at i + 1, and `ignore_index` at the end of each sequence: never the first token of the
-    next packed one. Shift before the context parallel split, whose ranks lack the token that follows a chunk.
+    next packed one, nor one of the padding that a 2-D `attention_mask` tells. Shift before the context parallel split,
+    whose ranks lack the token that follows a chunk.
 
     Args:
         inputs: `labels` (else `input_ids`) `[b, s]`, `[s]`, or packed `[1, T]` with `position_ids`, `cu_seqlens` or
@@ -138,7 +145,11 @@ def shift_labels(inputs: Mapping[str, Any], ignore_index: int = -100) -> Tensor:
     tokens = torch.as_tensor(inputs['input_ids'] if given is None else given)
     rows = tokens.reshape(1, -1) if tokens.dim() == 1 else tokens
     shifted = torch.cat([rows[:, 1:], rows.new_full((rows.shape[0], 1), ignore_index)], 1)
-    packing = packing_of({**inputs, 'input_ids': rows, **_as_row(inputs, rows)})
+    aligned = _as_row(inputs, rows)
+    mask = aligned.get('attention_mask')
+    if mask is not None and mask.shape == rows.shape:
+        shifted[:, :-1] = shifted[:, :-1].masked_fill(mask[:, 1:] == 0, ignore_index)
+    packing = packing_of({**inputs, 'input_ids': rows, **aligned})
     if packing is not None:
         ends = packing.boundaries[:-1] + packing.lengths - 1
         shifted[:, ends.long().to(rows.device)] = ignore_index

@@ -160,6 +160,8 @@ class CISPOLoss(GRPOLoss):
         items = extra.get('num_items_in_batch')
         if items is None:
             return batch.mean(loss)
+        if not items > 0:
+            raise ValueError(f'num_items_in_batch must be a number > 0, got {items!r}')
         return torch.where(batch.mask, loss, 0).sum() / items
 
 

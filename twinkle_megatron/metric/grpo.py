@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..arguments import checked_arguments
 from ..batch import PER_TOKEN, TokenBatch
 from ..data_format import InputFeature
 from ..groups import group_size
@@ -70,6 +72,7 @@ class GRPOMetric(Metric):
     needs: ClassVar[frozenset[str]] = frozenset({'entropy', 'plain_log_prob'})
     extras: ClassVar[Mapping[str, str]] = {'old_logps': PER_TOKEN, 'advantages': PER_TOKEN}
 
+    @checked_arguments
     def __init__(
         self,
         device_mesh: Any = None,
@@ -79,6 +82,7 @@ class GRPOMetric(Metric):
         temperature: float = 1.0,
         top_k_kl: int = 0,
         ignore_index: int = IGNORED,
+        **unknown: Any,
     ) -> None:
         super().__init__(device_mesh, process_group)
         for name, value in (('epsilon', epsilon), ('epsilon_high', epsilon if epsilon_high is None else epsilon_high)):
@@ -106,11 +110,12 @@ class GRPOMetric(Metric):
         """
         if not self.is_last_stage:
             return
-        pairs = each_micro_batch(inputs, outputs, ('token_stats', 'logits', 'logps', 'entropies'))
+        given = each_micro_batch(inputs, outputs, ('token_stats', 'logits', 'logps', 'entropies'))
+        pairs = [(self._marked(features), output) for features, output in given]
         extra = aligned([features for features, _ in pairs], self.extras, self.ignore_index, old_logps=old_logps,
                         advantages=advantages)  # fmt: skip
-        for (features, output), given in zip(pairs, extra):
-            policy = self._policy(features, output, given)
+        for (features, output), mine in zip(pairs, extra):
+            policy = self._policy(features, output, mine)
             self._fold(policy)
             if self.top_k_kl > 0 and policy.log_ratio is not None:
                 self._record(policy, features)
@@ -155,6 +160,13 @@ class GRPOMetric(Metric):
             low, high = t['low'] / t['clipped_of'], t['high'] / t['clipped_of']
             found |= {'clip_ratio_low': low, 'clip_ratio_high': high, 'clip_ratio': low + high}
         return {f'train/{name}': value for name, value in found.items()}
+
+    def _marked(self, features: Features) -> Features:
+        """With its `ignore_index` also where `MegatronModel` says -100, as it does whatever that of the loss is."""
+        if self.ignore_index == IGNORED or features.get('labels') is None:
+            return features
+        labels = torch.as_tensor(features['labels'])
+        return {**features, 'labels': labels.masked_fill(labels == IGNORED, self.ignore_index)}
 
     def _policy(self, features: Features, output: Features, given: Mapping[str, Any]) -> Policy:
         batch = TokenBatch.of(cast(InputFeature, features), self.ignore_index, cp=self.mesh_group('cp'))
@@ -221,11 +233,13 @@ class GRPOMetric(Metric):
         d, labels = policy.log_ratio, policy.batch.labels
         kl = torch.where(policy.batch.mask, torch.expm1(d) - d, -1).reshape(-1)
         positions = features.get('position_ids')
-        if positions is None or tuple(positions.shape) != tuple(labels.shape):
-            positions = torch.arange(labels.shape[-1], device=labels.device).expand(labels.shape)
-        best = kl.topk(min(self.top_k_kl, kl.numel()))
+        if positions is None or tuple(np.shape(positions)) != tuple(labels.shape):
+            positions = _within_sequences(policy.batch.sequence_ids)
+        positions = torch.as_tensor(positions)
+        best = kl.sort(descending=True, stable=True)  # among equals the first: far-off tokens all have the bound's KL
+        values, indices = best.values[: self.top_k_kl], best.indices[: self.top_k_kl]
         columns = [policy.batch.sequence_ids, positions.to(labels.device), labels, d.exp(), policy.new, policy.old]
-        rows = [best.values.tolist(), *(column.reshape(-1)[best.indices].tolist() for column in columns)]
+        rows = [values.tolist(), *(column.reshape(-1)[indices].tolist() for column in columns)]
         for value, sequence, position, label, ratio, new, old in zip(*rows):
             if value > 0:
                 record = {'gsi': self._sequences + sequence, 'pos': position, 'token_id': label, 'kl': value}
@@ -277,6 +291,14 @@ class CISPOMetric(GRPOMetric):
         low, high = self._beyond(policy.log_ratio)
         mask = policy.batch.mask
         return (low & mask).sum(), (high & mask).sum(), mask.sum()
+
+
+def _within_sequences(ids: Tensor) -> Tensor:
+    """The position of each token in its sequence, from the numbers of the sequences `[..., s]`."""
+    columns = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+    last = int(ids.max()) + 1 if ids.numel() else 0
+    first = columns.new_full((last,), ids.shape[-1]).scatter_reduce(0, ids.reshape(-1), columns.reshape(-1), 'amin')
+    return columns - first[ids]
 
 
 def _sorted(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
