@@ -57,7 +57,7 @@ class LinearHead:
     ) -> None:
         _check(hidden, weight, bias, sequence_parallel, main_grad)
         check_workspace(max_workspace_mb)
-        if not (isinstance(logit_scale, Real) and 0 < logit_scale < math.inf):
+        if not isinstance(logit_scale, Real) or isinstance(logit_scale, bool) or not 0 < logit_scale < math.inf:
             raise ValueError(f'logit_scale must be a finite number > 0, got {logit_scale!r}')
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.sequence_parallel = sequence_parallel

@@ -177,7 +177,7 @@ class _TokenStats(torch.autograd.Function):
         request = request._replace(source=source)
         kernels = select(source.device, source.rows, shard.true_columns)
         inv_t = torch.full((), 1 / temperature, dtype=accumulate_dtype(source.dtype), device=source.device)
-        trained = tuple(ctx.needs_input_grad[1:]) if trains else ()
+        trained = tuple(ctx.needs_input_grad[1:]) if trains and wanted.normalizer else ()
         with torch.autocast(source.device.type, enabled=False):
             local = _sweep(request, tuple(t.detach() for t in tensors), kernels, inv_t, ignored, trained)
         whole = combine(all_gather_rows(local.pack(source), shard.group), inv_t, shard, wanted)

@@ -86,7 +86,8 @@ class _At(torch.autograd.Function):
         (grad,), (column, *tensors), source = grad_outputs, ctx.saved_tensors, ctx.source
         with torch.no_grad():
             found = _At._gradients(source, tensors, column, grad, tuple(ctx.needs_input_grad[3:]))
-        return (None, None, None, *once_only(found, (grad, *tensors)))
+        # of logits that exist the gradient is linear in `grad`; that of a head's weight depends on its hidden states
+        return (None, None, None, *once_only(found, (grad, *tensors) if len(tensors) > 1 else (grad,)))
 
     @staticmethod
     def _gradients(
