@@ -230,9 +230,13 @@ def ready_statistics(some):
     return [(inputs_of(some), outputs, ragged(some))]
 
 
+def packed_by_boundaries(some):
+    return packed(some, 'cu_seqlens')
+
+
 FORMS = [
     single_calls, as_lists, one_dictionary_of_lists, aligned_list, of_lists_and_arrays, masked, packed,
-    lambda some: packed(some, 'cu_seqlens'), ready_statistics,
+    packed_by_boundaries, ready_statistics,
 ]  # fmt: skip
 
 
