@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint format bench venv clean
+.PHONY: help demo demo-grpo test test-all test-gpu lint format bench venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -14,6 +14,10 @@ help: ## this list
 	@echo '  STEPS=N     optimizer steps; default: 250'
 	@echo '  TP=N PP=N   tensor and pipeline parallel sizes; default: 2 and 2, so four processes'
 	@echo '  HEAD=NAME   logits, or linear, which never builds them; default: by memory'
+	@echo
+	@echo 'settings of `make demo-grpo`: TP and PP as above, and'
+	@echo '  LOSS=NAME   grpo, gspo, sapo, cispo, bnpo or dr-grpo; default: grpo'
+	@echo
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo
 	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
@@ -21,6 +25,9 @@ help: ## this list
 # The shell passes each setting on as one word, whatever is in it.
 demo: venv ## train a small GPT, TP 2 x PP 2, four processes; the loss curve is left in runs/
 	@PYTHON=$(python) launch/local.sh --tp "$${TP:-2}" --pp "$${PP:-2}" $${STEPS:+"--steps=$$STEPS"} $${HEAD:+"--head=$$HEAD"} $${DATA:+"--data=$$DATA"}
+
+demo-grpo: venv ## train a small GPT by GRPO on what it samples, three seeds; rewards and a picture are left in runs/
+	@$(python) -m launch.demo_grpo --tp "$${TP:-2}" --pp "$${PP:-2}" $${LOSS:+"--loss=$$LOSS"}
 
 test: venv ## the tests, under 8 minutes on 2 cores
 	@$(pytest) -q -m 'not long'
@@ -41,9 +48,10 @@ format: venv ## write the format that lint asks for
 	@$(python) -m ruff check --fix .
 	@$(python) -m ruff format .
 
-bench: venv ## time and memory beside Megatron-Core, of the loss and of the linear head
+bench: venv ## time and memory beside Megatron-Core: of the loss, of the linear head, of sequences
 	@$(python) benchmarks/token_stats.py
 	@$(python) benchmarks/linear_head.py
+	@$(python) benchmarks/sequences.py
 
 venv: ## set up .venv with this package and what it is tested with
 	@PYTHON="$${PYTHON:-}" .ci/venv

@@ -6,6 +6,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from launch.documents import ROLES, DataError, Document, python_reference, read_documents
+from launch.documents import ROLES, Document, python_reference, read_documents
+from launch.lines import DataError
 
 IGNORE = -100
 START, END = '<|start|>', '<|end|>'
@@ -36,29 +38,32 @@ class Samples:
 
 @dataclass(frozen=True)
 class Dataset:
-    """What training reads. `unigram_nats`: the held-out loss of a model that only knows token frequencies."""
+    """What training reads. `unigram_nats`: the held-out loss of a model that only knows token frequencies;
+    `tokenizer`: the text of its tokenizer.json."""
 
     train: Samples
     held_out: Samples
     vocab_size: int
     unigram_nats: float
     summary: str
+    tokenizer: str
 
 
-def prepare(data: Path | None, *, vocab_size: int, seq_length: int, cache: Path) -> Path:
+def prepare(data: Path | None, *, vocab_size: int, seq_length: int, cache: Path, tokenizer: str | None = None) -> Path:
     """The folder in `cache` with the samples of a JSON-lines file (None: Python's reference), made where not yet there.
 
-    It holds `tokenizer.json`, `samples.npz` and `about.json`, and is named after all that it depends on.
-    DataError for data that cannot be used.
+    It holds `tokenizer.json`, `samples.npz` and `about.json`, and is named after all that it depends on. `tokenizer`:
+    the text of a tokenizer.json to use; None: one of `vocab_size` entries is trained. DataError for data that cannot be
+    used.
     """
     if data is None:
         documents, source = python_reference()
     else:
         documents, source = read_documents(data), str(data)
-    recipe = repr([FORMAT, tokenizers.__version__, source, vocab_size, seq_length, documents])
+    recipe = repr([FORMAT, tokenizers.__version__, source, tokenizer or vocab_size, seq_length, documents])
     folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if not folder.exists():
-        _build(documents, source, vocab_size, seq_length, folder)
+        _build(documents, source, tokenizer or vocab_size, seq_length, folder)
     return folder
 
 
@@ -69,7 +74,8 @@ def load(folder: Path) -> Dataset:
         train, held_out = (
             Samples(arrays[f'{part}_inputs'], arrays[f'{part}_labels']) for part in ('train', 'held_out')
         )
-    return Dataset(train, held_out, about['vocab_size'], about['unigram_nats'], about['summary'])
+    tokenizer = (folder / 'tokenizer.json').read_text()
+    return Dataset(train, held_out, about['vocab_size'], about['unigram_nats'], about['summary'], tokenizer)
 
 
 def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
@@ -107,6 +113,13 @@ def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator((turn.text for d in documents for turn in d), trainer)
     tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def read_tokenizer(text: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json."""
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.encode_special_tokens = True  # which the file does not say
     return tokenizer
 
 
@@ -169,12 +182,13 @@ def _plural(n: int, noun: str) -> str:
     return f'{n:,} {noun}' if n == 1 else f'{n:,} {noun}s'
 
 
-def _build(documents: list[Document], source: str, vocab_size: int, seq_length: int, folder: Path) -> None:
+def _build(documents: list[Document], source: str, vocabulary: int | str, seq_length: int, folder: Path) -> None:
     try:
         texts = split(documents)
     except DataError as e:
         raise DataError(f'{source}: {e}') from None
-    tokenizer = train_tokenizer(texts[0], vocab_size)
+    known = isinstance(vocabulary, str)
+    tokenizer = read_tokenizer(vocabulary) if known else train_tokenizer(texts[0], vocabulary)
     train, held_out = (_Part.of(part, tokenizer, seq_length) for part in texts)
     lines = [f'data      {source}', f'train     {train}', f'held out  {held_out}']
     if len(held_out.rows) > HELD_OUT_SAMPLES:
@@ -197,14 +211,20 @@ def unigram_nats(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> fl
 
 
 def _write(folder: Path, tokenizer: Tokenizer, parts: dict[str, Samples], about: dict[str, Any]) -> None:
-    """All or nothing: written aside, then renamed, so that an interrupted run leaves no half-made folder."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
-        made = Path(aside, folder.name)
-        made.mkdir()
+    with made_whole(folder) as made:
         tokenizer.save(str(made / 'tokenizer.json'))
         arrays = {f'{part}_{name}': array for part, samples in parts.items() for name, array in vars(samples).items()}
         np.savez(made / 'samples.npz', allow_pickle=False, **arrays)
         (made / 'about.json').write_text(json.dumps(about))
+
+
+@contextmanager
+def made_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `folder` at the end: an interrupted run leaves no half-made one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as aside:
+        made = Path(aside, folder.name)
+        made.mkdir()
+        yield made
         if not folder.exists():  # another run may have been quicker
             made.replace(folder)

@@ -9,27 +9,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
-from launch import data, options
-from launch.documents import DataError
+from launch import data, options, rollouts, weights
+from launch.lines import DataError
 
 
 def main() -> None:
     args = options.parse()
     try:
-        folder = data.prepare(
-            args.data, vocab_size=args.vocab_size, seq_length=args.seq_length, cache=args.runs / 'data'
-        )
+        folder, summary = prepare(args)
         _save_options(args)
     except DataError as e:
         sys.exit(f'{e}')
     except OSError as e:
         sys.exit(f'cannot write to {args.runs}: {e}')
     processes = args.tp * args.pp * args.dp
-    device = _device(processes)
+    device = device_for(processes)
     where = 'on GPUs with NCCL' if device == 'cuda' else 'on the CPU with gloo'
     lines = [
-        data.load(folder).summary,
+        summary,
         f'layout    tp {args.tp} x pp {args.pp} x dp {args.dp}: {processes} processes {where}',
         'start     of the processes: some seconds',
     ]
@@ -37,12 +36,27 @@ def main() -> None:
     print(processes, device, folder)
 
 
+def prepare(args: argparse.Namespace) -> tuple[Path, str]:
+    """The folder with the samples, and what is in it, in words."""
+    cache, length = args.runs / 'data', args.seq_length
+    about = None if args.init_weights is None else weights.read_about(args.init_weights)
+    if options.is_policy(args):
+        assert about is not None
+        least = args.micro_batches * args.micro_batch_size
+        folder = rollouts.prepare(args.data, about, seq_length=length, least=least, cache=cache)
+        return folder, rollouts.load(folder).summary
+    tokenizer = None if about is None else about.tokenizer
+    folder = data.prepare(args.data, vocab_size=args.vocab_size, seq_length=length, cache=cache, tokenizer=tokenizer)
+    return folder, data.load(folder).summary
+
+
 def _save_options(args: argparse.Namespace) -> None:
     args.run.mkdir(parents=True, exist_ok=True)
     (args.run / 'options.json').write_text(json.dumps(vars(args), default=str, indent=1) + '\n')
 
 
-def _device(processes: int) -> str:
+def device_for(processes: int) -> str:
+    """`cuda` where there is a GPU for each process, else `cpu`."""
     import torch  # slow to import, and a wrong option should be told at once
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: a progress bar, lines of figures, JSON lines, a picture of the loss curve."""
+"""What a training shows and leaves behind: a progress bar, lines of figures, JSON lines, a picture."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Figures = dict[str, Any]
 
 
 class Recorder:
-    """Shows and writes the figures of a run. On processes that are not `active` every method does nothing.
+    """What recorders of any training do. On processes that are not `active` every method does nothing.
 
     Args:
         args: the options; the run's folder is `args.run`, emptied of the figures of an earlier run.
-        unigram_nats: a loss to compare with, that of a model that knows only token frequencies.
+        picture: name of the picture that is drawn at the end.
         active: one process of the run, usually rank 0.
     """
 
-    def __init__(self, args: argparse.Namespace, unigram_nats: float, *, active: bool) -> None:
-        self._active, self._unigram_nats = active, unigram_nats
+    def __init__(self, args: argparse.Namespace, picture: str, *, active: bool) -> None:
+        self._active = active
         self._train: list[Figures] = []
-        self._held_out: list[Figures] = []
         self._digits = len(str(args.steps))
-        self._figures_file, self._curve_file = args.run / 'metrics.jsonl', args.run / 'loss.png'
+        self._figures_file, self._picture_file = args.run / 'metrics.jsonl', args.run / picture
+        self._weights_file = args.save_weights
         if active:
             args.run.mkdir(parents=True, exist_ok=True)
             self._figures_file.write_text('')
-            self._curve_file.unlink(missing_ok=True)
+            self._picture_file.unlink(missing_ok=True)
             quiet = not sys.stderr.isatty()
             self._bar = tqdm(
                 total=args.steps, desc='training', unit='step', disable=quiet, leave=False, dynamic_ncols=True
@@ -44,52 +44,16 @@ class Recorder:
         if self._active:
             self._bar.update()
 
-    def train(self, step: int, values: dict[str, float]) -> None:
-        """Shows the training figures since the last call."""
-        if not self._active:
-            return
+    def _of_training(self, values: dict[str, float]) -> Figures:
+        """What is the same for every training, over what came since the last call."""
         speed = values['total_tokens'] / (time.perf_counter() - self._since)
-        figures = {
-            'step': step,
-            'train_loss_nats': values['loss'],
-            'token_accuracy': values['accuracy'],
+        return {
             'grad_norm': values.get('grad_norm', 0.0),
             'learning_rate': values['lr'],
             'tokens': int(values['total_tokens']),
             'tokens_per_second': speed,
             'seconds': values['elapsed_seconds'],
         }
-        self._keep(self._train, figures)
-        self._say(
-            f'{self._at(step)}  loss {values["loss"]:6.3f}  accuracy {values["accuracy"]:5.1%}  '
-            f'grad norm {figures["grad_norm"]:6.3f}  lr {values["lr"]:.2e}  {speed:,.0f} tokens/s'
-        )
-        self._since = time.perf_counter()
-
-    def held_out(self, step: int, values: dict[str, float]) -> None:
-        """Shows a held-out loss; the time that it took does not count as training time."""
-        if not self._active:
-            return
-        figures = {'step': step, 'held_out_loss_nats': values['loss'], 'held_out_token_accuracy': values['accuracy']}
-        self._keep(self._held_out, figures)
-        self._say(
-            f'{self._at(step)}  held-out loss {values["loss"]:.3f} nats per token, accuracy {values["accuracy"]:.1%}'
-        )
-        self._since = time.perf_counter()
-
-    def finish(self) -> None:
-        """Draws the loss curve and says what came out, and where it lies."""
-        if not self._active:
-            return
-        self._bar.close()
-        draw(self._curve_file, self._train, self._held_out, self._unigram_nats)
-        before, after = (self._held_out[i]['held_out_loss_nats'] for i in (0, -1))
-        print(
-            f'held-out loss  {before:.3f} nats per token before, {after:.3f} after; token frequencies alone would give '
-            f'{self._unigram_nats:.3f}\n'
-            f'loss curve     {self._curve_file}\n'
-            f'figures        {self._figures_file}'
-        )
 
     def _at(self, step: int) -> str:
         return f'step {step:{self._digits}}'
@@ -102,6 +66,58 @@ class Recorder:
         history.append(figures)
         with self._figures_file.open('a', encoding='utf-8') as file:
             file.write(json.dumps(figures) + '\n')
+        self._since = time.perf_counter()
+
+    def _end(self, result: str) -> None:
+        self._bar.close()
+        lines = [result, f'picture        {self._picture_file}', f'figures        {self._figures_file}']
+        if self._weights_file is not None:
+            lines.append(f'weights        {self._weights_file}')
+        print('\n'.join(lines), flush=True)
+
+
+class TextRecorder(Recorder):
+    """Shows and writes the figures of a training on text. `unigram_nats`: a loss to compare with, that of a model that
+    knows only token frequencies."""
+
+    def __init__(self, args: argparse.Namespace, unigram_nats: float, *, active: bool) -> None:
+        super().__init__(args, 'loss.png', active=active)
+        self._unigram_nats = unigram_nats
+        self._held_out: list[Figures] = []
+
+    def train(self, step: int, values: dict[str, float]) -> None:
+        """Shows the training figures since the last call."""
+        if not self._active:
+            return
+        figures = {'step': step, 'train_loss_nats': values['loss'], 'token_accuracy': values['accuracy']}
+        figures |= self._of_training(values)
+        self._keep(self._train, figures)
+        self._say(
+            f'{self._at(step)}  loss {values["loss"]:6.3f}  accuracy {values["accuracy"]:5.1%}  '
+            f'grad norm {figures["grad_norm"]:6.3f}  lr {values["lr"]:.2e}  '
+            f'{figures["tokens_per_second"]:,.0f} tokens/s'
+        )
+
+    def held_out(self, step: int, values: dict[str, float]) -> None:
+        """Shows a held-out loss; the time that it took does not count as training time."""
+        if not self._active:
+            return
+        figures = {'step': step, 'held_out_loss_nats': values['loss'], 'held_out_token_accuracy': values['accuracy']}
+        self._keep(self._held_out, figures)
+        self._say(
+            f'{self._at(step)}  held-out loss {values["loss"]:.3f} nats per token, accuracy {values["accuracy"]:.1%}'
+        )
+
+    def finish(self) -> None:
+        """Draws the loss curve and says what came out, and where it lies."""
+        if not self._active:
+            return
+        draw(self._picture_file, self._train, self._held_out, self._unigram_nats)
+        before, after = (self._held_out[i]['held_out_loss_nats'] for i in (0, -1))
+        self._end(
+            f'held-out loss  {before:.3f} nats per token before, {after:.3f} after; token frequencies alone would give '
+            f'{self._unigram_nats:.3f}'
+        )
 
 
 def draw(path: Path, train: list[Figures], held_out: list[Figures], unigram_nats: float) -> None:

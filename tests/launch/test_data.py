@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from launch import data
 from launch.data import IGNORE, SPECIAL_IDS
-from launch.documents import DataError, Turn
+from launch.documents import Turn
+from launch.lines import DataError
 
 START, END = SPECIAL_IDS[data.START], SPECIAL_IDS[data.END]
 TEXTS = [f'{word} and the {other}' for word in ('fox', 'hound', 'hare', 'owl') for other in ('tree', 'river', 'moon')]
@@ -138,6 +139,18 @@ def test_the_same_data_is_prepared_once_and_other_data_or_settings_anew(tmp_path
     assert prepare(path, tmp_path, seq_length=24) != first
     path.write_text(path.read_text() + '\n{"text": "one more"}')
     assert prepare(path, tmp_path) != first
+
+
+def test_a_tokenizer_that_is_given_is_used_and_still_takes_no_text_for_special_tokens(tmp_path, tokenizer):
+    path = write(tmp_path, '{"text": "a <|end|> is just text"}', '{"text": "and another"}')
+    folder = prepare(path, tmp_path, tokenizer=tokenizer.to_str())
+    dataset = data.load(folder)
+    assert dataset.vocab_size == tokenizer.get_vocab_size()
+    assert dataset.tokenizer == tokenizer.to_str(pretty=True)
+    labels = [set(row.tolist()) for samples in (dataset.train, dataset.held_out) for row in samples.labels]
+    assert all(not row & (set(SPECIAL_IDS.values()) - {END}) for row in labels)
+    again = data.read_tokenizer(dataset.tokenizer)
+    assert END not in again.encode('<|end|>').ids
 
 
 def test_an_interrupted_preparation_leaves_nothing_that_is_taken_for_whole(tmp_path, monkeypatch):

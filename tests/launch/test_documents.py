@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from launch.documents import DataError, Turn, python_reference, read_documents
+from launch.documents import Turn, python_reference, read_documents
+from launch.lines import DataError
 
 
 def write(tmp_path, *lines):

@@ -7,10 +7,12 @@ import pytest
 from launch import options
 
 
-def test_the_run_is_named_after_the_data_and_the_layout():
+def test_the_run_is_named_after_the_data_the_loss_and_the_layout(policy_file):
     assert options.parse(['--tp', '2', '--pp', '2']).run == Path('runs/python-reference-tp2-pp2')
     assert options.parse(['--data', 'a/my.jsonl', '--dp', '2', '--runs', 'out']).run == Path('out/my-tp1-pp1-dp2')
     assert options.parse(['--head', 'linear']).run == Path('runs/python-reference-tp1-pp1-linear')
+    rollouts = options.parse(['--loss', 'gspo', '--data', 'r.jsonl', '--init-weights', str(policy_file)])
+    assert rollouts.run == Path('runs/r-gspo-tp1-pp1')
     assert options.parse(['--name', 'first']).run == Path('runs/first')
 
 
@@ -32,6 +34,21 @@ def test_the_run_is_named_after_the_data_and_the_layout():
         ('--warmup 1', '--warmup must be a share of the steps below 1, got 1'),
         ('--name a/b', "--name must be the name of one folder, got 'a/b'"),
         ('--step 5', 'unrecognized arguments: --step 5'),
+        ('--steps 5 --epochs 1', '--steps and --epochs say the same; give one of them'),
+        ('--loss grpo', '--loss grpo needs --data FILE, the rollouts; docs/rollouts.md tells what it must hold'),
+        ('--loss bnpo --data r', '--loss bnpo needs --init-weights FILE, the policy that sampled the rollouts'),
+        (
+            '--beta 0',
+            '--beta is for rollouts, with --loss grpo, gspo, sapo, cispo, bnpo, dr-grpo, got --loss cross-entropy',
+        ),
+        (
+            '--packed',
+            '--packed is for rollouts, with --loss grpo, gspo, sapo, cispo, bnpo, dr-grpo, got --loss cross-entropy',
+        ),
+        ('--loss grpo --eval-every 2', '--eval-every is for text, with --loss cross-entropy, got --loss grpo'),
+        ('--clip-range -1', "argument --clip-range: must be a number of at least 0, got '-1'"),
+        ('--advantages all', "argument --advantages: must be group, batch or none, got 'all'"),
+        ('--init-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
     ],
 )
 def test_a_wrong_option_is_told_and_ends_with_2(argv, message, capsys):
@@ -39,3 +56,37 @@ def test_a_wrong_option_is_told_and_ends_with_2(argv, message, capsys):
         options.parse(argv.split())
     assert caught.value.code == 2
     assert capsys.readouterr().err.endswith(f'error: {message}\n')
+
+
+def test_defaults_suit_the_loss(policy_file):
+    text = options.parse([])
+    assert (text.steps, text.epochs, text.lr, text.vocab_size, text.layers) == (250, None, 2e-3, 8000, 4)
+    given = ['--loss', 'grpo', '--data', 'r.jsonl', '--init-weights', str(policy_file)]
+    rollouts = options.parse(given)
+    assert (rollouts.steps, rollouts.epochs, rollouts.lr, rollouts.clip_range) == (None, 2, 5e-4, 0.2)
+    assert options.steps_of(rollouts, 33) == 9  # 2 epochs of 33 rollouts, 8 a step
+    assert options.steps_of(options.parse([*given, '--steps', '7']), 33) == 7
+
+
+def test_sizes_that_are_not_those_of_the_weights_are_refused(policy_file, capsys):
+    assert options.parse(['--init-weights', str(policy_file), '--layers', '2']).hidden_size == 32
+    for option, message in (
+        ('--layers=3', f'--layers must be that of {policy_file}, 2, got 3'),
+        ('--vocab-size=500', '--vocab-size is for a new tokenizer, and --init-weights brings its own'),
+    ):
+        with pytest.raises(SystemExit):
+            options.parse(['--init-weights', str(policy_file), option])
+        assert capsys.readouterr().err.endswith(f'error: {message}\n')
+
+
+def test_the_help_names_the_default_of_every_option(capsys):
+    with pytest.raises(SystemExit):
+        options.parse(['--help'])
+    said = ' '.join(capsys.readouterr().out.split())
+    for part in (
+        '(250; of rollouts as --epochs says)',
+        '(2 of rollouts)',
+        '(0.002; of rollouts 0.0005)',
+        'docs/rollouts.md',
+    ):
+        assert part in said

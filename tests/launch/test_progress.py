@@ -3,14 +3,15 @@
 import json
 from argparse import Namespace
 
-from launch.progress import Recorder
+from launch.policy_progress import PolicyRecorder
+from launch.progress import TextRecorder
 
 TRAIN = {'loss': 5.5, 'accuracy': 0.25, 'grad_norm': 0.5, 'lr': 1e-3, 'total_tokens': 100.0, 'elapsed_seconds': 2.0}
 PNG = b'\x89PNG\r\n\x1a\n'
 
 
 def record(args, active):
-    recorder = Recorder(args, unigram_nats=6.0, active=active)
+    recorder = TextRecorder(args, unigram_nats=6.0, active=active)
     recorder.held_out(0, {'loss': 9.0, 'accuracy': 0.0})
     for step in (1, 2):
         recorder.step()
@@ -20,7 +21,7 @@ def record(args, active):
 
 
 def test_figures_are_json_lines_and_the_curve_is_a_picture(tmp_path, capsys):
-    args = Namespace(run=tmp_path / 'run', steps=2)
+    args = Namespace(run=tmp_path / 'run', steps=2, save_weights=None)
     record(args, active=True)
     lines = [json.loads(line) for line in (args.run / 'metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines] == [0, 1, 2, 2]
@@ -44,13 +45,31 @@ def test_figures_are_json_lines_and_the_curve_is_a_picture(tmp_path, capsys):
 
 
 def test_figures_of_an_earlier_run_are_replaced(tmp_path):
-    args = Namespace(run=tmp_path, steps=2)
+    args = Namespace(run=tmp_path, steps=2, save_weights=None)
     record(args, active=True)
     record(args, active=True)
     assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 4
 
 
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
-    record(Namespace(run=tmp_path / 'run', steps=2), active=False)
+    record(Namespace(run=tmp_path / 'run', steps=2, save_weights=None), active=False)
     assert not (tmp_path / 'run').exists()
     assert capsys.readouterr() == ('', '')
+
+
+def test_rollouts_show_reward_kl_clip_ratio_and_entropy(tmp_path, capsys):
+    args = Namespace(run=tmp_path, steps=2, save_weights=tmp_path / 'w.npz')
+    recorder = PolicyRecorder(args, active=True)
+    policy = {'train/approx_kl': 0.125, 'train/clip_ratio': 0.25, 'train/entropy': 2.5, 'train/odd_reward': 3.0}
+    for step in (1, 2):
+        recorder.step()
+        recorder.train(step, TRAIN | policy | {'mean_reward': 0.5, 'reward_std': 0.1})
+    recorder.finish()
+    shown = capsys.readouterr().out
+    assert 'step 2  reward 0.500  loss  5.5000  KL 0.1250  clipped 25.0%  entropy 2.500' in shown
+    assert str(tmp_path / 'policy.png') in shown
+    assert str(tmp_path / 'w.npz') in shown
+    assert (tmp_path / 'policy.png').read_bytes().startswith(PNG)
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert lines[1]['odd_reward'] == 3
+    assert {'reward', 'approx_kl', 'clip_ratio', 'entropy'} <= set(lines[0])

@@ -7,6 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from megatron.core import parallel_state
+from ranks import run_ranks
+
+from launch import options, prepare, train
 
 ROOT = Path(__file__).parents[2]
 SIZES = {'layers': 2, 'hidden-size': 32, 'vocab-size': 600, 'seq-length': 32, 'log-every': 1, 'eval-every': 4}
@@ -41,12 +45,21 @@ def test_four_processes_train_and_leave_figures_and_a_picture(tmp_path):
 
 
 def test_the_linear_head_gives_the_same_curve(tmp_path):
+    curves = []
     for head in ('logits', 'linear'):
-        run = start('--tp', '2', '--steps', '5', '--head', head, *SMALL, tmp_path=tmp_path)
-        assert run.returncode == 0, run.stderr
-    built, never_built = (_curve(figures(tmp_path, f'python-reference-tp2-pp1-{h}')) for h in ('logits', 'linear'))
-    for one, other in zip(built, never_built, strict=True):
-        assert one == pytest.approx(other, rel=1e-4)
+        args = options.parse(
+            ['--tp=2', '--steps=5', f'--head={head}', f'--runs={tmp_path / "runs"}', '--name=run', *SMALL]
+        )
+        args.dataset, _ = prepare.prepare(args)
+        run_ranks(in_ranks, 2, args)
+        curves.append(_curve(figures(tmp_path, 'run')))
+    for built, never_built in zip(*curves, strict=True):
+        assert built == pytest.approx(never_built, rel=1e-4)
+
+
+def in_ranks(args):
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    train.train(args)
 
 
 def _curve(lines):
@@ -65,6 +78,38 @@ def test_the_curve_is_the_same_under_every_layout(tmp_path):
     for curve in curves[1:]:
         for one, other in zip(curve, curves[0], strict=True):
             assert one == pytest.approx(other, rel=1e-4)
+
+
+def test_training_goes_on_from_the_weights_of_another_layout(tmp_path):
+    (tmp_path / 'my.jsonl').write_text('\n'.join(f'{{"text": "{n} is the square of {n}"}}' for n in range(40)))
+    files = [f'--data={tmp_path / "my.jsonl"}', f'--runs={tmp_path}', '--seq-length=32', '--micro-batch-size=8']
+    new = ['--layers=2', '--hidden-size=32', '--vocab-size=300', f'--save-weights={tmp_path / "w.npz"}']
+    lines = []
+    for ranks, more in ((4, ['--tp=2', '--pp=2', *new]), (1, [f'--init-weights={tmp_path / "w.npz"}'])):
+        args = options.parse([*files, '--epochs=1', '--lr=1e-2', '--name=run', *more])
+        args.dataset, _ = prepare.prepare(args)
+        run_ranks(in_ranks, ranks, args)
+        lines.append([json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()])
+    (first, *_, saved), (loaded, *_, last) = lines
+    assert loaded['held_out_loss_nats'] == pytest.approx(saved['held_out_loss_nats'], rel=1e-5)
+    assert first['held_out_loss_nats'] > saved['held_out_loss_nats'] > last['held_out_loss_nats']
+
+
+def test_a_bad_rollout_ends_the_run_before_a_process_is_started(policy_file, tmp_path):
+    (tmp_path / 'r.jsonl').write_text('{"temperature": 1}\n{"prompt": [1], "completion": [2], "old_logps": []}\n')
+    run = start('--loss', 'grpo', '--data', 'r.jsonl', '--init-weights', str(policy_file), tmp_path=tmp_path)
+    assert run.returncode == 1
+    assert run.stdout == ''
+    assert run.stderr.startswith('r.jsonl, line 2: has no "group", and the first line of the file no "num_generations"')
+    assert 'Traceback' not in run.stderr
+
+
+def test_rollouts_among_texts_are_told_apart(tmp_path):
+    (tmp_path / 'r.jsonl').write_text('{"prompt": [1], "completion": [2], "old_logps": [-1], "reward": 0, "group": 1}')
+    run = start('--data', 'r.jsonl', tmp_path=tmp_path)
+    assert run.stderr.startswith(
+        'r.jsonl, line 1: has a "completion" as rollouts have; train on these with --loss grpo'
+    )
 
 
 def test_a_bad_line_ends_the_run_before_a_process_is_started(tmp_path):

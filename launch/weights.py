@@ -1,0 +1,66 @@
+"""A file of weights: whole tensors by their names in the whole model, whatever layout they were trained under.
+
+It is a `.npz` of float32 arrays, with what a later run must know beside: the sizes of the model and its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+_ABOUT = 'about'
+
+
+@dataclass(frozen=True)
+class About:
+    """The model that a file holds. `tokenizer`: the text of its tokenizer.json."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    vocab_size: int
+    tokenizer: str
+
+
+def save(path: Path, tensors: Mapping[str, np.ndarray], about: About) -> None:
+    """Writes the file, all of it or nothing: an interrupted run leaves the one that was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
+    try:
+        with aside.open('wb') as file:
+            np.savez(file, allow_pickle=False, **{_ABOUT: np.array(json.dumps(asdict(about))), **tensors})
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def read_about(path: Path) -> About:
+    """What the file says of its model. ValueError, naming the file, where it is not such a file."""
+    with _opened(path) as file:
+        return About(**json.loads(str(file[_ABOUT])))
+
+
+def read(path: Path) -> dict[str, np.ndarray]:
+    """The tensors by name. ValueError, naming the file, where it is not such a file."""
+    with _opened(path) as file:
+        return {name: file[name] for name in file.files if name != _ABOUT}
+
+
+def _opened(path: Path) -> np.lib.npyio.NpzFile:
+    try:
+        file = np.load(path, allow_pickle=False)
+    except FileNotFoundError:
+        raise ValueError(f'{path} does not exist (looked from {Path.cwd()})') from None
+    except OSError as e:
+        raise ValueError(f'{path} cannot be read: {e.strerror or e}') from None
+    except (ValueError, EOFError, zipfile.BadZipFile):
+        file = None
+    if not isinstance(file, np.lib.npyio.NpzFile) or _ABOUT not in file.files:
+        raise ValueError(f'{path} is no file of weights, as --save-weights writes them')
+    return file
