@@ -105,7 +105,7 @@ def draw(path: Path, result: dict[str, Any], runs: dict[str, list[dict[str, Any]
     left.set_xticks(range(len(runs) + 1), [*runs, 'all seeds'])
     left.set(ylim=(0, 1), title=f'reward of held-out prompts, ± {INTERVAL} standard errors')
     left.legend(loc='upper left')
-    names = {'approx_kl': 'KL from the initial policy (nats per token)', 'clip_ratio': 'tokens clipped (share)'}
+    names = {'approx_kl': 'KL from the initial policy (nats per token)', 'clip_ratio': 'share clipped'}
     for axes, (key, title) in zip(right, names.items()):
         for name, lines in runs.items():
             axes.plot([line['step'] for line in lines], [line[key] for line in lines], marker='.', label=name)

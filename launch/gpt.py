@@ -55,8 +55,12 @@ def build(args: argparse.Namespace, vocab_size: int) -> tuple[DistributedDataPar
         OptimizerConfig(lr=args.lr, min_lr=args.lr / 10, weight_decay=args.weight_decay, clip_grad=args.clip_grad),
         [model],
     )
+    return model, optimizer, _scheduler(args, optimizer)
+
+
+def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:
     warmup = math.ceil(args.warmup * args.steps)
-    scheduler = OptimizerParamScheduler(
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr / (warmup + 1),
         max_lr=args.lr,
@@ -69,7 +73,6 @@ def build(args: argparse.Namespace, vocab_size: int) -> tuple[DistributedDataPar
         wd_incr_steps=args.steps,
         wd_incr_style='constant',
     )
-    return model, optimizer, scheduler
 
 
 def _config(args: argparse.Namespace) -> TransformerConfig:

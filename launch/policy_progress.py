@@ -43,7 +43,7 @@ class PolicyRecorder(Recorder):
 
 PANELS = {
     'approx_kl': 'KL from the policy that sampled (nats per token)',
-    'clip_ratio': 'tokens clipped (share)',
+    'clip_ratio': 'share clipped',
     'entropy': 'entropy (nats per token)',
 }
 
