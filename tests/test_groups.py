@@ -88,13 +88,15 @@ def test_sums_over_ranks_are_the_same_bits_on_all_and_slices_of_one_sum(dtype):
         found = [sum_over(y.clone(), mine) for y in (x, x.T, x[:, 0], x[:0], x[0, 0])]
         scattered = [reduce_scatter_rows(y, mine) for y in (x, x.T[:4], x[::3], x[:, 0], x[:0])]
         assert torch.equal(x, parts[rank])  # a reduce-scatter writes to nothing
-        return found, scattered
+        inside = reduce_scatter_rows(x.clone(), mine, overwrite=True)
+        assert inside.untyped_storage().nbytes() == x.nbytes, 'no memory of its own'
+        return found, [*scattered, inside.clone()]
 
     for rank, (found, scattered) in enumerate(run_ranks(on_rank, 4)):
         want = parts[rank % 2] + parts[rank % 2 + 2]
         for got, expected in zip(found, (want, want.T, want[:, 0], want[:0], want[0, 0]), strict=True):
             assert torch.equal(got, expected)
-        slices = (want, want.T[:4], want[::3], want[:, 0], want[:0])
+        slices = (want, want.T[:4], want[::3], want[:, 0], want[:0], want)
         for got, expected in zip(scattered, slices, strict=True):
             assert torch.equal(got, expected.chunk(2)[rank // 2] if len(expected) else expected)
         assert all(got.dtype == dtype for got in (*found, *scattered))

@@ -82,16 +82,16 @@ def sum_over(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
     return there.to(x.device)
 
 
-def reduce_scatter_rows(x: torch.Tensor, group: ProcessGroup | None) -> torch.Tensor:
+def reduce_scatter_rows(x: torch.Tensor, group: ProcessGroup | None, overwrite: bool = False) -> torch.Tensor:
     """This rank's of the equal slices along dim 0 of the sum of `x` over the ranks. One reduce-scatter.
 
-    Not differentiable.
+    Not differentiable. `overwrite`: the result may be a view of `x`, which is lost.
     """
     n = group_size(group)
     if n == 1:
         return x
     there = x.to(group_device(group)).contiguous()
-    out = there.new_empty(x.shape[0] // n, *x.shape[1:])
+    out = x.chunk(n)[group_rank(group)] if overwrite and there is x else there.new_empty(len(x) // n, *x.shape[1:])
     dist.reduce_scatter_tensor(out, there, group=group)
     return out.to(x.device)
 

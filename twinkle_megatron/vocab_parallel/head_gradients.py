@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 from .kernels.eager import accumulate_dtype
+from .kernels.memory import empty
+
+LEAST_ROWS = 256
+"""Products of fewer rows are slow."""
+ADDED_ROWS = 128
+"""On CPU a sum of tensors of two dtypes begins with a copy of one of them, which is to stay in the cache."""
 
 
 class HeadGradients:
@@ -28,28 +34,40 @@ class HeadGradients:
     ) -> None:
         self._rows, self._weight, self._d_weight, self._adds = rows, weight, d_weight, adds
         self._dtype = accumulate_dtype(rows.dtype)
-        self.d_rows = torch.zeros(rows.shape, dtype=self._dtype, device=rows.device) if wants_rows else None
+        self.d_rows = empty(rows.shape, self._dtype, rows.device).zero_() if wants_rows else None
         columns = weight.shape[0]
         self.d_bias = torch.zeros(columns, dtype=self._dtype, device=rows.device) if wants_bias else None
-        self._term = rows.new_empty(0)
+        self._term = rows.new_empty(0, rows.shape[1])
+        self._added_at_once = ADDED_ROWS if rows.device.type == 'cpu' else max(1, len(rows))
         self._slice: Tensor | None = None
 
     def add(self, rows: slice, columns: slice, grad: Tensor) -> None:
         """`grad` `[rows, columns]`, contiguous."""
         if self.d_rows is not None:
-            self._add_rows(self.d_rows[rows], grad, self._weight[columns])
+            self._add_rows(self.d_rows[rows], grad, columns)
         if self._d_weight is not None:
             self._add_weight(self._d_weight[columns], rows, grad)
         if self.d_bias is not None:
             self.d_bias[columns] += grad.sum(0, dtype=self._dtype)
 
-    def _add_rows(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
+    def _add_rows(self, out: Tensor, grad: Tensor, columns: slice) -> None:
+        weight = self._weight[columns]
         if out.dtype == grad.dtype:
             out.addmm_(grad, weight)
             return
-        if self._term.numel() < out.numel():
-            self._term = torch.empty_like(out, dtype=grad.dtype)
-        out.add_(torch.mm(grad, weight, out=self._term[: out.shape[0]]))
+        memory = self._memory_of_term(len(out), columns)
+        for part, into in zip(grad.split(len(memory)), out.split(len(memory))):
+            term = torch.mm(part, weight, out=memory[: len(part)])
+            for some, there in zip(term.split(self._added_at_once), into.split(self._added_at_once)):
+                there.add_(some)
+
+    def _memory_of_term(self, rows: int, columns: slice) -> Tensor:
+        """`[≤ rows, H]`: the slice of the weight's gradient that is written next; our own where that is too small."""
+        if self._d_weight is not None and not self._adds and columns.stop - columns.start >= min(rows, LEAST_ROWS):
+            return self._d_weight[columns][:rows]
+        if len(self._term) < rows:
+            self._term = empty((rows, self._rows.shape[1]), self._rows.dtype, self._rows.device)
+        return self._term[:rows]
 
     def _add_weight(self, out: Tensor, rows: slice, grad: Tensor) -> None:
         """One product, if it has all rows; else the sum over the blocks of rows, in the accumulation dtype."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..groups import all_gather_rows, reduce_scatter_rows, sum_over
 from .head_gradients import HeadGradients
-from .kernels.memory import empty_gradient
+from .kernels.memory import empty, empty_gradient
 from .linear_head import LinearHead
 from .shard import VocabShard
 from .source import Fill, Tile
@@ -110,9 +110,24 @@ class LinearSource:
         reads: bool = True,
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, *bias = tensors
+        d_weight = self._memory_of_weight(weight, needed[1])
+        d_rows, d_bias = self._add_up(tensors, needed, fill, max_elements, reads, d_weight)
+        found = [self._summed(d_rows, hidden), self._gradient_of_weight(weight, d_weight, self.rows > 0)]
+        return (*found, *(self._padded(d_bias) for _ in bias))
+
+    def _add_up(
+        self,
+        tensors: tuple[Tensor, ...],
+        needed: tuple[bool, ...],
+        fill: Fill,
+        max_elements: int | None,
+        reads: bool,
+        d_weight: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Writes `d_weight`, returns the gradients of the rows and the bias; all that it took else is free again."""
+        hidden, weight, *bias = tensors
         rows, blocks = self._hidden_rows(hidden), self._blocks()
         kept, self._kept = self._kept, {}
-        d_weight = self._memory_of_weight(weight, needed[1])
         grads = HeadGradients(
             rows,
             weight[: self.shard.true_columns],
@@ -130,8 +145,7 @@ class LinearSource:
             for tile in block.tiles(x, max_elements):
                 fill(tile, tile.x)
             grads.add(block.rows, block.columns, x if self._scale == 1 else x.mul_(self._scale))
-        found = [self._summed(grads.d_rows, hidden), self._gradient_of_weight(weight, d_weight, bool(blocks))]
-        return (*found, *(self._padded(grads.d_bias) for _ in bias))
+        return grads.d_rows, grads.d_bias
 
     def _hidden_rows(self, hidden: Tensor) -> Tensor:
         """`[N, H]`, of the whole sequence; only those that are multiplied."""
@@ -183,7 +197,7 @@ class LinearSource:
     def _scratch(self, blocks: list[Block], kept: Collection[int]) -> Tensor:
         """Memory for each of the blocks that are not kept, one after the other."""
         size = max((block.size for number, block in enumerate(blocks) if number not in kept), default=0)
-        return torch.empty(size, dtype=self.dtype, device=self.device)
+        return empty((size,), self.dtype, self.device)
 
     def _multiply(self, rows: Tensor, weight: Tensor, bias: list[Tensor], block: Block, out: Tensor) -> Tensor:
         torch.mm(rows[block.rows], weight[block.columns].t(), out=out)
@@ -217,8 +231,9 @@ class LinearSource:
         if self._index is not None:
             d_rows = d_rows.new_zeros(math.prod(self.lead), self._width).index_copy_(0, self._index, d_rows)
         group = self.shard.group
-        whole = reduce_scatter_rows(d_rows, group) if self._gathers else sum_over(d_rows, group)
-        return whole.to(hidden.dtype).view(hidden.shape)
+        whole = reduce_scatter_rows(d_rows, group, overwrite=True) if self._gathers else sum_over(d_rows, group)
+        whole = whole.to(hidden.dtype).view(hidden.shape)
+        return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
 
 
 def _as_block(memory: Tensor, block: Block) -> Tensor:

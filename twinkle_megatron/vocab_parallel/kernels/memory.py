@@ -1,4 +1,4 @@
-"""Memory for gradients as large as the logits."""
+"""Large memory: gradients of the size of the logits, tiles, sums over all rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import mmap
 import torch
 from torch import Tensor
 
-LARGE = 1 << 24
+LARGE = 1 << 22
 """Bytes from which on a CPU tensor is asked for in huge pages."""
 
 
 def empty_gradient(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`empty`, for what backward returns."""
+    return empty(shape, dtype, device)
+
+
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`. On Linux a large CPU tensor lies in huge pages, where the kernel grants them.
 
     Such memory goes back to the system when it is freed, so every step touches it for the first time, and in pages of
