@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,8 +13,11 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     'epsilon': ('clip_range',),
     'epsilon_high': ('clip_range_high',),
     'tau': ('tau_pos', 'tau_neg'),
+    'bc_coef': ('cpo_alpha',),
+    'ORPOLoss.lambda_orpo': ('beta',),
 }
-"""Twinkle's other names of constructor arguments, and the arguments that each of them sets."""
+"""Twinkle's other names of constructor arguments, and the arguments that each of them sets; of every class that has
+these, or of the class that is named."""
 
 
 def checked_arguments(init: Callable[..., None]) -> Callable[..., None]:
@@ -26,7 +30,7 @@ def checked_arguments(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **given: Any) -> None:
         by_position = own[: len(args)]
-        for alias, names in ALIASES.items():
+        for alias, names in _aliases_of(type(self)).items():
             if alias in given and alias not in own and set(names) <= set(own):
                 value = given.pop(alias)
                 for name in names:
@@ -41,6 +45,12 @@ def checked_arguments(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
+def _aliases_of(cls: type) -> dict[str, tuple[str, ...]]:
+    classes = {base.__name__ for base in cls.__mro__}
+    split = ((*key.rpartition('.')[::2], names) for key, names in ALIASES.items())
+    return {alias: names for owner, alias, names in split if not owner or owner in classes}
+
+
 def _argument_names(cls: type) -> set[str]:
     """What the constructors of a class and its bases take."""
     names: set[str] = set()
@@ -48,7 +58,25 @@ def _argument_names(cls: type) -> set[str]:
         if '__init__' in vars(base):
             parameters = list(inspect.signature(vars(base)['__init__']).parameters.values())[1:]
             names |= {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD}
-    return names | {alias for alias, targets in ALIASES.items() if set(targets) <= names}
+    return names | {alias for alias, targets in _aliases_of(cls).items() if set(targets) <= names}
+
+
+def above_0(name: str, value: Any) -> Any:
+    """`value`; ValueError unless it is a finite number > 0."""
+    if not _is_number(value) or not value > 0:
+        raise ValueError(f'{name} must be a finite number > 0, got {value!r}')
+    return value
+
+
+def at_least_0(name: str, value: Any) -> Any:
+    """`value`; ValueError unless it is a finite number >= 0."""
+    if not _is_number(value) or not value >= 0:
+        raise ValueError(f'{name} must be a finite number >= 0, got {value!r}')
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def reject_unknown(given: Mapping[str, Any], known: Iterable[str], where: str) -> None:

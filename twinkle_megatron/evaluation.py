@@ -32,6 +32,9 @@ class Seen(NamedTuple):
 class Evaluation:
     """The loss and the metrics of one call, over a global batch of known size.
 
+    `layout` is where the sequences of a pair lie, for a loss or a metric of pairs, else None. `totals` are what a loss
+    that couples its batch is told, see `SweepLoss.totals`.
+
     Args:
         loss: a `Loss` or a callable `(inputs, outputs, **extra)`.
         metrics: fed once a micro-batch.
@@ -56,6 +59,8 @@ class Evaluation:
         self._shard_of = shard_of
         wanted = set(getattr(loss, 'needs', {'log_prob'}))
         self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
+        self.layout = _one_layout([loss, *metrics])
+        self.totals: Tensor | None = None
 
     @property
     def extras(self) -> dict[str, str] | None:
@@ -69,8 +74,22 @@ class Evaluation:
 
     @property
     def over(self) -> str:
-        """Of what the loss is a mean, 'tokens' or 'sequences'."""
+        """Of what the loss is a mean: a name in `Counts`."""
         return self.loss.over if isinstance(self.loss, SweepLoss) else 'tokens'
+
+    @property
+    def couples(self) -> bool:
+        """Whether the loss needs sums over the global batch first: those of `first_pass`, as `totals`."""
+        return isinstance(self.loss, SweepLoss) and self.loss.couples > 0
+
+    @property
+    def size(self) -> int:
+        """Numbers of a contribution: 1 of a loss."""
+        return self.loss.size if isinstance(self.loss, _Totals) else 1
+
+    def first_pass(self) -> Evaluation:
+        """What finds `totals`: its contributions `[k]` are the summands."""
+        return Evaluation(_Totals(cast(SweepLoss, self.loss)), [], self._groups, self._shard_of, {})
 
     @property
     def is_foreign(self) -> bool:
@@ -99,7 +118,7 @@ class Evaluation:
         features = cast(InputFeature, inputs)
         outputs = self._outputs(seen)
         if isinstance(self.loss, SweepLoss):
-            batch = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp)
+            batch = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp, self.totals)
             own = {key: value for key, value in extra.items() if key in self.loss.extras}
             return self.loss.contribution(batch, seen.stats, **own)
         outputs['logits'] = seen.logits
@@ -169,6 +188,31 @@ class Evaluation:
             )
         weight = counts.tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
         return loss.reshape(()) / max(weight, 1)
+
+
+class _Totals(SweepLoss):
+    """Stands for a loss that couples its batch, and gives its totals as if they were a loss."""
+
+    def __init__(self, loss: SweepLoss) -> None:
+        super().__init__(loss.ignore_index)
+        self._loss, self.size = loss, loss.couples
+        self.temperature, self.chunk_size, self.layout = loss.temperature, loss.chunk_size, loss.layout
+        self.extras = loss.extras  # type: ignore[misc]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self._loss.needs
+
+    def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
+        return self._loss.totals(batch, stats, **extra).detach()
+
+
+def _one_layout(all_of_them: Sequence[Any]) -> str | None:
+    """The `layout` of the pairs, on which the loss and the metrics that have one must agree."""
+    named = {type(one).__name__: one.layout for one in all_of_them if isinstance(getattr(one, 'layout', None), str)}
+    if len(set(named.values())) > 1:
+        raise ValueError(f'layout must be the same for the loss and the metrics of one call, got {named}')
+    return next(iter(named.values()), None)
 
 
 def _accepted(metric: Metric, facts: Mapping[str, Any]) -> tuple[Metric, dict[str, Any], tuple[str, ...]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
-
-import torch
 
 from . import loss as losses
 from .arguments import reject_unknown
@@ -14,13 +13,13 @@ from .evaluation import Evaluation
 from .groups import Groups, check_megatron_groups
 from .megatron import checks
 from .megatron.accumulation import Accumulation
-from .megatron.head_choice import HeadChoice
-from .megatron.heads import check_no_hook
+from .megatron.engine import Engine
 from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
-from .megatron.plan import Extras, Limits, Plan, make_plan
-from .megatron.schedule import Outcome, Runner
+from .megatron.plan import Extras
+from .megatron.schedule import Outcome
+from .megatron.snapshot import Snapshot
 from .metric import Metric, build_metric
-from .vocab_parallel import VocabShard
+from .reference import Reference
 
 
 class MegatronModel:
@@ -59,24 +58,25 @@ class MegatronModel:
         head: str = 'auto',
         max_workspace_mb: float | None = None,
     ) -> None:
-        self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
         collection = None if groups is None or isinstance(groups, Groups) else groups
         if isinstance(groups, Groups):
             check_megatron_groups()
         self.groups = groups if isinstance(groups, Groups) else Groups.from_megatron(collection)
-        models, self.config = checks.unwrap(self.chunks)
-        checks.check_chunks(self.chunks, models, self.config, self.groups, optimizer)
-        self._padded_vocab_size: int | None = getattr(models[0], 'vocab_size', None)
-        checks.check_vocab_size(vocab_size, self._padded_vocab_size)
-        self.vocab_size: int | None = vocab_size if vocab_size is not None else self._padded_vocab_size
-        self._head = HeadChoice(head, models, self.config, self.groups, max_workspace_mb)
-        self._runner = Runner(self.chunks, models, self.config, self.groups, collection, loss_scaling(optimizer))
-        self._limits = Limits.of(models[0], self.config, self.groups, self.vocab_size, len(self.chunks))
-        self._accumulation = Accumulation(self._runner)
+        self._engine = Engine(
+            chunks,
+            self.groups,
+            collection,
+            vocab_size=vocab_size,
+            head=head,
+            max_workspace_mb=max_workspace_mb,
+            scale_loss=loss_scaling(optimizer),
+            optimizer=optimizer,
+        )
+        self.chunks, self.config, self.vocab_size = self._engine.chunks, self._engine.config, self._engine.vocab_size
+        self._accumulation = Accumulation(self._engine.runner)
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
-        self._shards: dict[int, VocabShard] = {}
         self._steps = 0
         self._grad_norm: float | None = None
 
@@ -155,33 +155,50 @@ class MegatronModel:
         gradient, of earlier calls neither.
         """
         checks.check_grad_mode()
-        evaluation = self._evaluation(extra, training=True)
+        evaluation = self._evaluation(training=True)
         with self._accumulation.dropped_on_error():
-            plan = self._plan(inputs, micro_batch_size, Extras(extra, evaluation.extras, shifted), evaluation)
+            given = Extras(extra, evaluation.extras, shifted)
+            plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=True)
             if plan.counts.tokens == 0:
                 if finalize:
                     self._accumulation.ready()  # what earlier calls have left
-                return self._nothing(plan)
+                return self._result(self._engine.nothing(plan))
             items = getattr(plan.counts, evaluation.over)
             with self._accumulation.adding(plan.counts.tokens, items, finalize) as scale:
-                take_head = self._head.taken(plan.most_tokens)
-                outcome = self._runner.run(
-                    plan, evaluation, training=True, scale=scale, sync=finalize, take_head=take_head
-                )
+                outcome = self._engine.forward_backward(plan, evaluation, scale, finalize)
         return self._result(outcome)
 
-    @torch.no_grad()
     def forward_only(
         self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True, **extra: Any
     ) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
-        evaluation = self._evaluation(extra, training=False)
-        plan = self._plan(inputs, micro_batch_size, Extras(extra, evaluation.extras, shifted), evaluation)
-        if not plan.items:
-            return self._nothing(plan)
-        with _eval_mode(self.chunks):
-            take_head = self._head.taken(plan.most_tokens)
-            return self._result(self._runner.run(plan, evaluation, training=False, take_head=take_head))
+        evaluation = self._evaluation(training=False)
+        given = Extras(extra, evaluation.extras, shifted)
+        plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=False)
+        return self._result(self._engine.forward(plan, evaluation))
+
+    def reference(
+        self, chunks: Any = None, *, adapter_off: Callable[[], Any] | None = None, cache: str | Path | None = None
+    ) -> Reference:
+        """A frozen policy beside this one, which gives log-probs for the same micro-batches; see `Reference`.
+
+            reference = model.reference()
+            model.forward_backward(inputs, ref_logps=reference.logps(inputs))
+
+        Args:
+            chunks: its own chunks, in the same layout, wrapped or bare. None: the weights that this model has now, of
+                which a copy is kept in host memory, or those under `adapter_off`.
+            adapter_off: called without arguments, gives a context manager within which this model's chunks compute
+                the reference, as where an adapter (LoRA) is switched off.
+            cache: a directory to keep the log-probs in, and to take them from for micro-batches seen before.
+        """
+        if chunks is not None and adapter_off is not None:
+            raise ValueError('a reference is made of chunks or of adapter_off, got both')
+        within: Callable[[], Any] = nullcontext
+        if chunks is None:
+            within = adapter_off or Snapshot(self.chunks, self._engine.models).swapped_in
+        engine = self._engine if chunks is None else self._engine.beside(chunks)
+        return Reference(engine, lambda: self._evaluation(training=True), within, cache)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes
@@ -196,7 +213,7 @@ class MegatronModel:
             raise ValueError(f'max_grad_norm must be > 0, or None for no clipping, got {max_grad_norm!r}')
         if not self._accumulation.ready():
             return None
-        stepped, norm = step_optimizer(self.optimizer, self._runner.models, self.groups, max_grad_norm)
+        stepped, norm = step_optimizer(self.optimizer, self._engine.models, self.groups, max_grad_norm)
         self.zero_grad()
         if not stepped:
             return None
@@ -227,39 +244,14 @@ class MegatronModel:
         metrics = [metric for metric in self._metrics[is_training] if hasattr(metric, 'values')]
         return {key: value for metric in metrics for key, value in metric.values().items()}
 
-    def _evaluation(self, extra: dict[str, Any], training: bool) -> Evaluation:
+    def _evaluation(self, training: bool) -> Evaluation:
         if self._loss is None:
             raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
-        evaluation = Evaluation(self._loss, self._metrics[training], self.groups, self._shard, self._facts())
-        checks.check_extra(self._loss, extra, evaluation.extras)
-        return evaluation
-
-    def _plan(self, inputs: Any, micro_batch_size: int | None, extra: Extras, evaluation: Evaluation) -> Plan:
-        return make_plan(
-            inputs,
-            micro_batch_size,
-            extra,
-            self.groups,
-            self._limits,
-            evaluation.ignore_index,
-            needs_labels=True,
-            check=lambda: check_no_hook(self._runner.models),
-        )
-
-    def _nothing(self, plan: Plan) -> dict[str, Any]:
-        zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
-        return self._result(Outcome(0.0, zeros if self.groups.is_last_stage else []))
+        return Evaluation(self._loss, self._metrics[training], self.groups, self._engine.shard, self._facts())
 
     @staticmethod
     def _result(outcome: Outcome) -> dict[str, Any]:
         return {'loss': outcome.loss, 'logps': outcome.logps}
-
-    def _shard(self, local_size: int) -> VocabShard:
-        if local_size not in self._shards:
-            self._shards[local_size] = checks.vocab_shard(
-                local_size, self.groups.tp, self.vocab_size, self._padded_vocab_size
-            )
-        return self._shards[local_size]
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {'loss_reduction': 'sum', 'step': self._steps, 'gradient_accumulation_steps': 1}
@@ -268,16 +260,3 @@ class MegatronModel:
         if self._grad_norm is not None:
             facts['grad_norm'] = self._grad_norm
         return facts
-
-
-@contextmanager
-def _eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
-    """Every module in eval mode, and afterwards in the mode it was in: some may be frozen in eval mode."""
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for chunk in chunks:
-        chunk.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

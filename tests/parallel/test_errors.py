@@ -170,7 +170,7 @@ def test_case_3_gathered_logits_are_refused_on_every_rank():
 def _gathered():
     model = model_on(GPT, Layout(tp=2, pp=2))
     if model.groups.is_last_stage:
-        model._runner.models[-1].output_layer.gather_output = True
+        model._engine.models[-1].output_layer.gather_output = True
     model.forward_backward(inputs=micro_batches(GPT, even(1, 2), 0))
 
 
@@ -307,6 +307,6 @@ def test_a_nan_in_the_model_is_reported_and_not_hidden():
 def _nan():
     model = model_on(GPT, Layout(tp=2))
     with torch.no_grad():
-        model._runner.models[0].output_layer.weight[0, 0] = torch.nan
+        model._engine.models[0].output_layer.weight[0, 0] = torch.nan
     out = model.forward_backward(inputs=micro_batches(GPT, UNEVEN[1], 0))
     return out['loss'], all(part.grad.isfinite().all() for part in collect_grads(model.chunks).values())

@@ -149,7 +149,7 @@ def test_a_model_that_is_hooked_already_is_refused_on_every_rank():
 def _hooked():
     model = model_on(GPT, Layout(pp=2))
     if model.groups.is_last_stage:
-        model._runner.models[0].compute_language_model_loss = lambda labels, logits: logits
+        model._engine.models[0].compute_language_model_loss = lambda labels, logits: logits
     return _message(lambda: model.forward_backward(inputs=micro_batches(GPT, even(1, 2), 0)))
 
 
@@ -314,7 +314,7 @@ def test_evaluation_leaves_modes_gradients_and_training_metrics_alone():
 def _evaluate_between():
     model = model_on(GPT, Layout(dp=2), ddp={'overlap': True})
     model.add_metric(Counter)
-    model._runner.models[0].decoder.layers[1].eval()  # as a frozen part may be
+    model._engine.models[0].decoder.layers[1].eval()  # as a frozen part may be
     before = {name: module.training for name, module in model.chunks[0].named_modules()}
     batches = micro_batches(GPT, UNEVEN[2], dist.get_rank())
     ignored = [dict(batch, labels=torch.full_like(batch['labels'], -100)) for batch in batches]

@@ -796,7 +796,7 @@ def _obstacles():
             change(chunks[0].module)
         messages.append(_message(lambda chunks=chunks: MegatronModel(chunks, vocab_size=62, head='linear')))
         model = MegatronModel(chunks, vocab_size=62, max_workspace_mb=1e-6)
-        unhooked.append(model._head.taken(10**9) is logits_taken)
+        unhooked.append(model._engine._head_choice.taken(10**9) is logits_taken)
     return messages, unhooked
 
 
@@ -815,14 +815,14 @@ def _foreign_forward():
     for head in ('auto', 'logits'):
         model = model_on(GPT, layout, head=head)
         if model.groups.is_last_stage:
-            _halving(model._runner.models[0])
+            _halving(model._engine.models[0])
         losses.append(model.forward_backward(inputs=batches)['loss'])
     model = model_on(GPT, layout, head='linear')
     if model.groups.is_last_stage:
-        _halving(model._runner.models[0])
+        _halving(model._engine.models[0])
     message = _message(lambda: model.forward_backward(inputs=batches))
     if model.groups.is_last_stage:
-        del model._runner.models[0].output_layer.forward
+        del model._engine.models[0].output_layer.forward
     model.forward_backward(inputs=batches)
     return (*losses, message, collect_grads(model.chunks))
 

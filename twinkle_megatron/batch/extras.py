@@ -15,8 +15,10 @@ from .micro_batches import describe
 from .sequences import Packing, packing_of, sequence_ids, sequence_lengths
 from .tokens import trained_labels
 
-PER_TOKEN, CONSTANT = 'per token', 'constant'
-"""What a keyword is: `PER_TOKEN` values are aligned with the labels, `CONSTANT` ones go to every micro-batch."""
+PER_TOKEN, PER_PAIR, OUTPUTS, CONSTANT = 'per token', 'per pair', 'outputs', 'constant'
+"""What a keyword is: `PER_TOKEN` values are aligned with the labels; `PER_PAIR` ones are one number for each pair of
+sequences; `OUTPUTS` are what another model's forward pass returned, of which `logps` count, `PER_TOKEN`; `CONSTANT`
+ones go to every micro-batch as they are."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,11 @@ class WholeRows:
 
 
 def align_extras(
-    extra: Mapping[str, Any], kinds: Mapping[str, str], rows: Sequence[WholeRows], shifted: bool = True
+    extra: Mapping[str, Any],
+    kinds: Mapping[str, str],
+    rows: Sequence[WholeRows],
+    shifted: bool = True,
+    order: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """The keywords of a call over these micro-batches, one dict a micro-batch.
 
@@ -93,25 +99,58 @@ def align_extras(
     - a tensor aligned with the labels, `[b, s]`, or a list of one for each micro-batch, as `forward_only` returns them,
 
     where S counts the sequences of the call in order, each one of a packed row by itself. With `shifted` False rows of
-    all tokens are aligned with `input_ids` (entry i is of token i) and shifted here. ValueError, naming the keyword and
-    the sample, for any other length. None stays None.
+    all tokens are aligned with `input_ids` (entry i is of token i) and shifted here. `order` says which samples of the
+    call became the sequences of these rows, where that is not the order in which they were given. ValueError, naming
+    the keyword and the sample, for any other length. None stays None.
+
+    What `kinds` calls `OUTPUTS` is a dictionary whose `logps` have such a form, or a list of such, one a micro-batch.
+    What it calls `PER_PAIR` is a tensor, an array or a list of one number for each pair of the call, in order, and
+    becomes a float tensor `[p]`.
     """
     out: list[dict[str, Any]] = [{} for _ in rows]
     for key, value in extra.items():
         kind = kinds.get(key, CONSTANT)
         if value is None or kind == CONSTANT:
             parts: Sequence[Any] = [value] * len(rows)
+        elif kind == PER_PAIR:
+            split = split_by_pair(key, value, [row.count // 2 for row in rows])
+            parts = [part.to(row.labels.device) for part, row in zip(split, rows)]
         else:  # what stands at ignored tokens may be NaN, and must not get into sums of gradients
             parts = [
                 part.masked_fill(row.labels == row.ignore_index, 0)
-                for part, row in zip(_aligned(key, value, rows, shifted), rows)
+                for part, row in zip(_aligned(key, _log_probs(key, value, kind), rows, shifted, order), rows)
             ]
         for mine, part in zip(out, parts):
             mine[key] = part
     return out
 
 
-def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> list[Tensor]:
+def _log_probs(key: str, value: Any, kind: str) -> Any:
+    """Of outputs, their log-probs."""
+    if kind != OUTPUTS:
+        return value
+    if isinstance(value, (list, tuple)) and value and all(isinstance(one, Mapping) for one in value):
+        return [_log_probs(f'{key}[{i}]', one, kind) for i, one in enumerate(value)]
+    if not isinstance(value, Mapping) or value.get('logps') is None:
+        got = sorted(value) if isinstance(value, Mapping) else describe(value)
+        raise ValueError(f"{key} must be a dictionary with 'logps', the log-prob of each label, got {got}")
+    return value['logps']
+
+
+def split_by_pair(key: str, value: Any, pairs: Sequence[int]) -> list[Tensor]:
+    """One number for each pair of a call, as a float tensor `[p]` for each micro-batch of so many pairs."""
+    whole = _as_given(key, value)
+    if isinstance(whole, list) and not whole:
+        whole = torch.zeros(0)
+    if not isinstance(whole, Tensor) or whole.numel() != sum(pairs) or whole.dim() not in (1, 2):
+        got = describe(value) if not isinstance(value, list) else f'a list of {len(value)} entries'
+        raise ValueError(f'{key} must be one number for each of the {sum(pairs)} pairs of the call, got {got}')
+    return list(whole.reshape(-1).split(list(pairs)))
+
+
+def _aligned(
+    key: str, value: Any, rows: Sequence[WholeRows], shifted: bool, order: Sequence[int] | None
+) -> list[Tensor]:
     whole = _as_given(key, value)
     sequences = sum(row.count for row in rows)
     if isinstance(whole, Tensor):
@@ -124,6 +163,7 @@ def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> 
         if whole.dim() == 2 and whole.shape[0] == sequences and whole.shape[1] == 1:
             whole = whole[:, 0]
         if whole.dim() == 1 and whole.shape[0] == sequences:
+            whole = whole if order is None else whole[list(order)]
             return [row.spread(part) for row, part in zip(rows, whole.split([row.count for row in rows]))]
         if whole.dim() == 2 and len(whole) == sum(len(row.labels) for row in rows) != sequences:
             whole = list(whole.split([len(row.labels) for row in rows]))
@@ -140,6 +180,7 @@ def _aligned(key: str, value: Any, rows: Sequence[WholeRows], shifted: bool) -> 
             f'{key} must have one entry for each of the {sequences} sequences of the call, or be aligned with the '
             f'labels, {shapes}, got {len(whole)} entries'
         )
+    whole = whole if order is None else [whole[i] for i in order]
     out, first = [], 0
     for row in rows:
         out.append(_by_sequence(key, whole[first : first + row.count], row, first, shifted))

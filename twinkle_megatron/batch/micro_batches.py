@@ -12,6 +12,9 @@ from torch import Tensor
 
 from ..data_format import InputFeature
 
+DEFAULT_SIZE = 2
+"""Samples of a micro-batch."""
+
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -20,7 +23,8 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: in
     GPU.
 
     `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are
-    collated into micro-batches of `micro_batch_size` (default 2), padded at the end with labels of `ignore_index`.
+    collated into micro-batches of `micro_batch_size` (default `DEFAULT_SIZE`), padded at the end with labels of
+    `ignore_index`.
     Lists and numeric numpy arrays become tensors, ids of any integer dtype int64.
     """
     features = [inputs] if isinstance(inputs, Mapping) else inputs
@@ -37,7 +41,7 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: in
     if dims <= {2}:
         return batches
     if dims == {1}:
-        size = int(micro_batch_size or min(2, len(batches)))
+        size = int(micro_batch_size or DEFAULT_SIZE)
         return [_collate(batches[i : i + size], ignore_index) for i in range(0, len(batches), size)]
     raise ValueError(
         'inputs must be all micro-batches (input_ids [b, s]) or all samples (input_ids [s]), got input_ids with '

@@ -17,11 +17,14 @@ from .sequences import inside_sequences, packing_of, sequence_ids
 
 
 class Counts(NamedTuple):
-    """Of a global batch: trained tokens, and sequences with at least one of them. Each is counted once, whatever the
-    layout."""
+    """Of a global batch: trained tokens, sequences with at least one of them, pairs of sequences with at least one, and
+    trained tokens of chosen sequences. Each is counted once, whatever the layout; the last two are 0 where nobody asks
+    for pairs."""
 
     tokens: float
     sequences: float
+    pairs: float = 0
+    chosen_tokens: float = 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TokenBatch:
     `labels` `[b, s]` are aligned with the logits; tokens that do not count hold `ignore_index`. Under context
     parallelism they are this rank's slice, and `cp` is the group that shares the sequences. `counts` are what means
     divide by: those of the global batch inside `MegatronModel`; None for those of this micro-batch, at least 1, so that
-    the mean of nothing is 0.
+    the mean of nothing is 0. `totals` are the sums over the global batch of what the loss gave in `SweepLoss.totals`.
     """
 
     inputs: Mapping[str, Any]
@@ -39,6 +42,7 @@ class TokenBatch:
     ignore_index: int
     counts: Counts | None = None
     cp: ProcessGroup | None = None
+    totals: Tensor | None = None
 
     @classmethod
     def of(
@@ -47,11 +51,12 @@ class TokenBatch:
         ignore_index: int = -100,
         counts: Counts | None = None,
         cp: ProcessGroup | None = None,
+        totals: Tensor | None = None,
     ) -> TokenBatch:
         """From `inputs['labels']` and, where given, `completion_mask`, and what says which sequences a packed row
         holds: `position_ids` that restart at 0, `cu_seqlens`, `packed_seq_params`. A slice of a packed row has to bring
         `sequence_ids` `[1, T/cp]`. ValueError without labels."""
-        return cls(inputs, trained_labels(inputs, ignore_index), ignore_index, counts, cp)
+        return cls(inputs, trained_labels(inputs, ignore_index), ignore_index, counts, cp, totals)
 
     @functools.cached_property
     def mask(self) -> Tensor:

@@ -3,15 +3,21 @@
 from .base import Loss
 from .cross_entropy import ChunkedCrossEntropyLoss, CrossEntropyLoss
 from .grpo import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+from .preference import CPOLoss, DPOLoss, ORPOLoss, PreferenceLossBase, SimPOLoss
 
 __all__ = [
     'BNPOLoss',
     'CISPOLoss',
+    'CPOLoss',
     'ChunkedCrossEntropyLoss',
     'CrossEntropyLoss',
+    'DPOLoss',
     'DRGRPOLoss',
     'GRPOLoss',
     'GSPOLoss',
     'Loss',
+    'ORPOLoss',
+    'PreferenceLossBase',
     'SAPOLoss',
+    'SimPOLoss',
 ]

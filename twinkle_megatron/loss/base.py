@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from ..arguments import checked_arguments, reject_unknown
-from ..batch import CONSTANT, TokenBatch, WholeRows, align_extras
+from ..batch import CONSTANT, OUTPUTS, PER_TOKEN, TokenBatch, WholeRows, align_extras
 from ..data_format import InputFeature, LossOutput, ModelOutput
 from ..groups import tensor_parallel_group
 from ..vocab_parallel import Logits, TokenStats, VocabShard, token_stats
@@ -51,7 +52,11 @@ class SweepLoss(Loss):
     """The keywords of a call, and what each of them is: see `align_extras`."""
 
     over: ClassVar[str] = 'tokens'
-    """Of what it is a mean, 'tokens' or 'sequences': how calls weigh that are accumulated before one step."""
+    """Of what it is a mean, 'tokens', 'sequences' or 'pairs' (names in `Counts`): how calls weigh that are accumulated
+    before one step."""
+
+    layout: str | None = None
+    """Where the sequences of a pair lie, 'interleaved' or 'separated'; None: it knows no pairs."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         if not isinstance(ignore_index, int):
@@ -63,6 +68,21 @@ class SweepLoss(Loss):
         global batch. `extra` holds what was given of `extras`, aligned with `batch.labels`."""
         raise NotImplementedError(f'{type(self).__name__} must define contribution(batch, stats)')
 
+    @property
+    def couples(self) -> int:
+        """How many sums over the global batch `contribution` needs, as `TokenBatch.totals`; 0: none."""
+        return 0
+
+    def totals(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
+        """This micro-batch's summands of those sums, `[couples]`.
+
+        `MegatronModel` finds them in a forward pass of their own, where there are several micro-batches.
+        """
+        raise NotImplementedError(f'{type(self).__name__} couples its batch and must define totals(batch, stats)')
+
+    def check_call(self, given: Collection[str], training: bool) -> None:
+        """ValueError unless these keywords of a call go together; `training`: a gradient is wanted."""
+
     def __call__(self, inputs: InputFeature, outputs: ModelOutput, **extra: Any) -> LossOutput:
         batch, stats, extra = self._by_hand(inputs, outputs, extra)
         return LossOutput(loss=self.contribution(batch, stats, **extra), num_tokens=0)
@@ -73,11 +93,12 @@ class SweepLoss(Loss):
         reject_unknown(extra, self.extras, f'{type(self).__name__}.__call__')
         batch = TokenBatch.of(inputs, self.ignore_index)
         given = {key: value for key, value in extra.items() if value is not None}
+        self.check_call(given, training=outputs.get('logits') is not None and torch.is_grad_enabled())
         if any(self.extras[key] != CONSTANT for key in given):
             whole = WholeRows.of({**inputs, 'labels': batch.labels}, self.ignore_index)
             (given,) = align_extras(given, self.extras, [whole])
-            shaped = batch.labels.shape
-            given = {k: v.view(shaped) if self.extras[k] != CONSTANT else v for k, v in given.items()}
+            along = (PER_TOKEN, OUTPUTS)
+            given = {k: v.view(batch.labels.shape) if self.extras[k] in along else v for k, v in given.items()}
         stats = self._statistics(batch, outputs)
         assert stats.log_prob is not None
         return replace(batch, labels=batch.labels.to(stats.log_prob.device)), stats, given

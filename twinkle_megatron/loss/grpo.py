@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..arguments import checked_arguments
+from ..arguments import above_0, at_least_0, checked_arguments
 from ..batch import CONSTANT, PER_TOKEN, TokenBatch
 from ..vocab_parallel import TokenStats
 from .base import SweepLoss
@@ -61,14 +61,12 @@ class GRPOLoss(SweepLoss):
         **unknown: Any,
     ) -> None:
         super().__init__(ignore_index)
-        self.clip_range = _at_least_0('clip_range', clip_range)
+        self.clip_range = at_least_0('clip_range', clip_range)
         self.clip_range_high = self.clip_range if clip_range_high is None else clip_range_high
-        _at_least_0('clip_range_high', self.clip_range_high)
-        self.beta = _at_least_0('beta', beta)
-        self.entropy_coef = _at_least_0('entropy_coef', entropy_coef)
-        if not isinstance(temperature, (int, float)) or not 0 < temperature < float('inf'):
-            raise ValueError(f'temperature must be a finite number > 0, got {temperature!r}')
-        self.temperature = temperature
+        at_least_0('clip_range_high', self.clip_range_high)
+        self.beta = at_least_0('beta', beta)
+        self.entropy_coef = at_least_0('entropy_coef', entropy_coef)
+        self.temperature = above_0('temperature', temperature)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -133,10 +131,7 @@ class SAPOLoss(GRPOLoss):
         **unknown: Any,
     ) -> None:
         super().__init__(clip_range, clip_range_high, beta, entropy_coef, temperature, ignore_index)
-        for name, tau in (('tau_pos', tau_pos), ('tau_neg', tau_neg)):
-            if not isinstance(tau, (int, float)) or not 0 < tau < float('inf'):
-                raise ValueError(f'{name} must be a finite number > 0, got {tau!r}')
-        self.tau_pos, self.tau_neg = tau_pos, tau_neg
+        self.tau_pos, self.tau_neg = above_0('tau_pos', tau_pos), above_0('tau_neg', tau_neg)
 
     def token_losses(self, ratio: Tensor, advantages: Tensor, logps: Tensor) -> Tensor:
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
@@ -218,9 +213,3 @@ def k3(logps: Tensor, ref_logps: Tensor, cap: float | None = None) -> Tensor:
 
 def _like(x: Tensor | None, logps: Tensor) -> Tensor | None:
     return None if x is None else x.to(logps)
-
-
-def _at_least_0(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
-        raise ValueError(f'{name} must be a finite number >= 0, got {value!r}')
-    return value

@@ -10,6 +10,7 @@ import torch
 
 from ..arguments import reject_unknown
 from ..groups import Groups, group_rank, group_size
+from ..loss.base import SweepLoss
 from ..vocab_parallel import VocabShard
 from . import cpu
 from .optimizer import is_megatron
@@ -33,8 +34,11 @@ def unwrap(chunks: Sequence[Any]) -> tuple[list[Any], Any]:
     return models, config
 
 
-def check_chunks(chunks: Sequence[Any], models: Sequence[Any], config: Any, groups: Groups, optimizer: Any) -> None:
-    """ValueError for a layout or configuration that would scale gradients wrongly or that nothing here supports."""
+def check_chunks(
+    chunks: Sequence[Any], models: Sequence[Any], config: Any, groups: Groups, optimizer: Any, trains: bool = True
+) -> None:
+    """ValueError for a layout or configuration that would scale gradients wrongly or that nothing here supports;
+    `trains`: whether there will be gradients."""
     wrapped = [is_ddp(chunk) for chunk in chunks]
     if any(wrapped) != all(wrapped):
         raise ValueError("chunks must be all wrapped in Megatron's DistributedDataParallel or all bare, got a mixture")
@@ -44,7 +48,9 @@ def check_chunks(chunks: Sequence[Any], models: Sequence[Any], config: Any, grou
             'multi-token prediction needs config.calculate_per_token_loss=True: without it a micro-batch with no '
             'trained token makes the gradient non-finite'
         )
-    if wrapped[0]:
+    if not trains:
+        pass
+    elif wrapped[0]:
         _check_scaling(chunks, per_token)
     else:
         _check_bare(config, groups)
@@ -132,6 +138,12 @@ def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Mappi
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         name = getattr(loss, '__name__', type(loss).__name__)
         reject_unknown(extra, [p.name for p in parameters[2:]], f'the loss {name}')
+
+
+def check_call(loss: Callable[..., Any], extra: Mapping[str, Any], training: bool) -> None:
+    """ValueError where the loss cannot do with these keywords."""
+    if isinstance(loss, SweepLoss):
+        loss.check_call([key for key, value in extra.items() if value is not None], training)
 
 
 def check_grad_mode() -> None:

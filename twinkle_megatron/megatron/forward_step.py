@@ -23,7 +23,7 @@ class ForwardStep:
     """Megatron's `forward_step_func` for the micro-batches of one plan, with what this rank finds on the way.
 
     `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the
-    sum of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and
+    sums of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and
     `error` what the loss, a metric or the head threw first. The micro-batches after it are run like any others, since
     other ranks, which may have had no error, wait in their collectives.
     """
@@ -43,7 +43,7 @@ class ForwardStep:
         self._model, self._hooked = models[0], has_loss_hook(models[-1])
         self._device = device_of(models[0])
         self._accepts = _forward_arguments(models[0])
-        self.loss = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.loss = torch.zeros(evaluation.size, dtype=torch.float64, device=self._device)
         self.logps: list[Tensor] = []
         self._seen: Seen | None = None
         self._swept = False
@@ -86,8 +86,8 @@ class ForwardStep:
         if not share.requires_grad and output.requires_grad:
             share = share + nothing(output)  # a loss that is a constant still has to enter the backward pass
         self.loss += share.detach().double()
-        report = {'loss': share.detach().clone().reshape(1)}
-        scaled = (share.float() if share.dtype in (torch.bfloat16, torch.float16) else share) * self._factor
+        report = {'loss': share.detach().clone().reshape(-1)}
+        scaled = (share.float() if share.dtype in (torch.bfloat16, torch.float16) else share).sum() * self._factor
         if getattr(self._config, 'calculate_per_token_loss', False):
             count = 0 if item.is_padding else (local['labels'] != self._evaluation.ignore_index).sum()
             return scaled, torch.as_tensor(count, dtype=torch.int, device=scaled.device), report

@@ -16,11 +16,13 @@ from ..batch import (
     Packing,
     WholeRows,
     align_extras,
-    as_micro_batches,
     check_micro_batch,
+    collated,
+    counted_pairs,
     explain_fault,
     packing_of,
     pad_micro_batch,
+    pair_counts,
     split_extra,
     spread_out,
     trained_labels,
@@ -124,35 +126,38 @@ def make_plan(
     limits: Limits,
     ignore_index: int,
     needs_labels: bool,
+    layout: str | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Checks the data, counts, and pads what has to be padded. `check` is what else may be wrong on this rank alone.
+    `layout` is where the sequences of a pair lie, if they are to be pairs.
 
     Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of
     its own. Then all ranks raise together.
     """
     error: Exception | None = None
     items: list[Item] = []
-    counted = torch.zeros(3, dtype=torch.float64)
+    counted = torch.zeros(COUNTED, dtype=torch.float64)
     try:
         check()
-        items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels)
-        counted = _count(items, limits, ignore_index)
+        items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels, layout)
+        counted = _count(items, limits, ignore_index, layout)
     except Exception as caught:  # raised below, on every rank
         error = caught
     rows = max((item.batch['input_ids'].shape[0] for item in items), default=0)
     length = max((item.batch['input_ids'].shape[1] for item in items), default=0)
     known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
     table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
-    if any(row[0] or row[7] for row in table):
-        raise_together(groups, error or _first_fault(items, limits, ignore_index))
+    if any(row[0] or row[-1] for row in table):
+        raise_together(groups, error or _first_fault(items, limits, ignore_index, layout))
     replicas: dict[float, list[float]] = {}
     for row in table:
-        if replicas.setdefault(row[1], row[2:7]) != row[2:7]:
+        if replicas.setdefault(row[1], row[2:-1]) != row[2:-1]:
             raise ValueError(
                 'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in replica '
-                f'{int(row[1])}: (micro-batches, rows, length, trained tokens, sequences) is {replicas[row[1]]} on one '
-                f'rank and {row[2:7]} on another; give each rank the whole sequences of its replica'
+                f'{int(row[1])}: (micro-batches, rows, length, trained tokens, sequences, pairs, chosen tokens) is '
+                f'{replicas[row[1]]} on one rank and {row[2:-1]} on another; give each rank the whole sequences of '
+                'its replica'
             )
     seen = list(replicas.values())
     if limits.same_shapes_everywhere:
@@ -168,7 +173,7 @@ def make_plan(
     padded = _padded(items, count, rows, length, limits, ignore_index)
     return Plan(
         padded,
-        counts=Counts(tokens=int(sum(r[3] for r in seen)), sequences=int(sum(r[4] for r in seen))),
+        counts=Counts(*(int(sum(column)) for column in list(zip(*seen))[3:])),
         micro_batches=int(sum(r[0] for r in seen)),
         most_tokens=int(max(r[1] * r[2] for r in seen)) // group_size(groups.cp),
     )
@@ -181,8 +186,9 @@ def _checked(
     limits: Limits,
     ignore_index: int,
     needs_labels: bool,
+    layout: str | None,
 ) -> list[Item]:
-    batches = as_micro_batches(inputs, micro_batch_size, ignore_index)
+    batches, order = collated(inputs, micro_batch_size, ignore_index, layout)
     packings = []
     for index, batch in enumerate(batches):
         check_micro_batch(batch, index, needs_labels)
@@ -192,9 +198,11 @@ def _checked(
         if batch.get('labels') is not None:
             batch['labels'] = trained_labels(batch, ignore_index)  # type: ignore[arg-type]
     whole = [WholeRows(batch, packing, ignore_index) for batch, packing in zip(batches, packings)]
+    if layout is not None:
+        _check_pairs(whole)
     if extra.kinds is None:
         return [_item(rows, own, limits) for rows, own in zip(whole, split_extra(extra.given, batches))]
-    aligned = align_extras(extra.given, extra.kinds, whole, extra.shifted)
+    aligned = align_extras(extra.given, extra.kinds, whole, extra.shifted, order)
     constant = {key for key in extra.given if extra.kinds.get(key, CONSTANT) == CONSTANT}
     items = []
     for rows, own in zip(whole, aligned):
@@ -202,6 +210,15 @@ def _checked(
         moving = WholeRows({**rows.batch, **along}, rows.packing, ignore_index)
         items.append(_item(moving, {key: own[key] for key in constant}, limits))
     return items
+
+
+def _check_pairs(whole: Sequence[WholeRows]) -> None:
+    for index, rows in enumerate(whole):
+        if rows.count % 2:
+            raise ValueError(
+                f'inputs[{index}] must hold whole pairs of a chosen and a rejected sequence, got {rows.count} '
+                f'{"sequences" if rows.packing is None else "packed sequences"}; no micro-batch may cut a pair'
+            )
 
 
 def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits) -> Item:
@@ -255,42 +272,56 @@ def _check_attention(
         )
 
 
-def _count(items: list[Item], limits: Limits, ignore_index: int) -> Tensor:
-    """Trained tokens, sequences that have any, and wrong values of these micro-batches, float64 `[3]`, on their device:
-    no host sync."""
+COUNTED = len(Counts._fields) + 1
+
+
+def _count(items: list[Item], limits: Limits, ignore_index: int, layout: str | None) -> Tensor:
+    """The `Counts` of these micro-batches, and how many values are wrong, float64 `[COUNTED]`, on their device: no host
+    sync."""
     zero = torch.zeros((), dtype=torch.int64, device=items[0].batch['input_ids'].device if items else 'cpu')
     per_sequence = [item.batch['sequence_tokens'] for item in items if 'sequence_tokens' in item.batch]
     tokens = sum((n.sum() for n in per_sequence), start=zero)
     sequences = sum(((n > 0).sum() for n in per_sequence), start=zero)
-    faults = sum((n for item in items for n in _faults(item, limits, ignore_index).values()), start=zero)
-    return torch.stack([tokens, sequences, faults]).double()
+    paired = [pair_counts(n, layout) for n in per_sequence]
+    pairs, chosen = (sum((part[i] for part in paired), start=zero) for i in range(2))
+    faults = sum((n for item in items for n in _faults(item, limits, ignore_index, layout).values()), start=zero)
+    return torch.stack([tokens, sequences, pairs, chosen, faults]).double()
 
 
-def _faults(item: Item, limits: Limits, ignore_index: int) -> dict[str, Tensor]:
+def _faults(item: Item, limits: Limits, ignore_index: int, layout: str | None) -> dict[str, Tensor]:
     faults = value_faults(item.batch, limits.vocab_size, ignore_index, limits.max_length)
-    for key, value in item.batch.items():
+    for key in item.batch:
         if key.startswith(PREFIX):
-            faults[key] = (value.isnan() & (item.batch['labels'] != ignore_index)).sum()
+            faults[key] = _missing(item.batch, key, ignore_index, layout).sum()
     return faults
 
 
-def _first_fault(items: list[Item], limits: Limits, ignore_index: int) -> Exception | None:
+def _missing(batch: Mapping[str, Any], key: str, ignore_index: int, layout: str | None) -> Tensor:
+    """Where a keyword is NaN though it counts, `[b, s]` or, of one a pair, `[p]`."""
+    value = batch[key]
+    if value.dim() == 2:
+        return value.isnan() & (batch['labels'] != ignore_index)
+    return value.isnan() if layout is None else value.isnan() & counted_pairs(batch['sequence_tokens'], layout)
+
+
+def _first_fault(items: list[Item], limits: Limits, ignore_index: int, layout: str | None) -> Exception | None:
     for index, item in enumerate(items):
-        for key, count in _faults(item, limits, ignore_index).items():
+        for key, count in _faults(item, limits, ignore_index, layout).items():
             if count and key.startswith(PREFIX):
-                return _explain_nan(items, index, key, ignore_index)
+                return _explain_nan(items, index, key, _missing(item.batch, key, ignore_index, layout))
             if count:
                 return explain_fault(key, item.batch, index, limits.vocab_size, ignore_index, limits.max_length)
     return None
 
 
-def _explain_nan(items: list[Item], index: int, key: str, ignore_index: int) -> ValueError:
-    batch = items[index].batch
-    bad = batch[key].isnan() & (batch['labels'] != ignore_index)
+def _explain_nan(items: list[Item], index: int, key: str, bad: Tensor) -> ValueError:
+    batch, name = items[index].batch, key.removeprefix(PREFIX)
     before = sum(int(item.batch['sequence_tokens'].numel()) for item in items[:index])
+    if bad.dim() == 1:
+        return ValueError(f'{name} of pair {before // 2 + int(bad.nonzero()[0])} must be a number, got NaN')
     sample = before + int(batch['sequence_ids'][bad][0])
     return ValueError(
-        f'{key.removeprefix(PREFIX)} of sample {sample} must be numbers at its trained tokens, got NaN '
+        f'{name} of sample {sample} must be numbers at its trained tokens, got NaN '
         f'({int(bad.sum())} in micro-batch {index})'
     )
 

@@ -27,6 +27,7 @@ from ..vocab_parallel import labels
 from .forward_step import ForwardStep, device_of
 from .heads import TakeHead, logits_taken
 from .plan import Plan
+from .randomness import same_random_numbers
 
 
 class Outcome(NamedTuple):
@@ -101,10 +102,20 @@ class Runner:
         """
         call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, self._factor(plan, scale))
         self._schedule(call, training, sync, take_head)
-        loss = self._agree(call, training, sync)
+        (loss,) = self._agree(call, training, sync)
         if training and sync:
             self.finalize(started=True)
         return Outcome(loss, self._whole_sequences(call))
+
+    @torch.no_grad()
+    def first_pass(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead = logits_taken) -> Tensor:
+        """The totals of a loss that couples its batch, float64 `[k]`, the same on every rank: one more forward pass of
+        every micro-batch, whose random numbers the pass after it draws again."""
+        first = evaluation.first_pass()
+        call = ForwardStep(self.models, self.config, self.groups, plan, first, factor=1.0)
+        with same_random_numbers():
+            self._schedule(call, training=False, sync=False, take_head=take_head)
+        return torch.tensor(self._agree(call, training=False, sync=False), dtype=torch.float64, device=self.device)
 
     def finalize(self, started: bool) -> None:
         """Megatron's reductions of the accumulated gradients, without a division: the token counts of several calls are
@@ -197,22 +208,23 @@ class Runner:
             out['p2p_communicator'] = P2PCommunicator(self.groups.pp, self.config)
         return out
 
-    def _agree(self, call: ForwardStep, training: bool, sync: bool) -> float:
-        """The global loss; or, if any rank failed, gradients zeroed and the same exception on every rank."""
+    def _agree(self, call: ForwardStep, training: bool, sync: bool) -> list[float]:
+        """The global loss, or the totals of a first pass; if any rank failed, zero gradients and the same exception on
+        every rank."""
         try:
             labels.raise_pending(wait=True)  # a host read follows anyway
         except ValueError as error:
             call.error = call.error or error
-        owned = call.loss if self.groups.owns_result else torch.zeros((), dtype=torch.float64, device=self.device)
-        failed = torch.tensor(float(call.error is not None), dtype=torch.float64, device=self.device)
-        table = self.groups.gather_everyone(torch.stack([owned.to(self.device), failed])).sum(0).tolist()
-        if table[1]:
+        owned = call.loss if self.groups.owns_result else torch.zeros_like(call.loss)
+        failed = torch.tensor([float(call.error is not None)], dtype=torch.float64, device=self.device)
+        *sums, failures = self.groups.gather_everyone(torch.cat([owned, failed])).sum(0).tolist()
+        if failures:
             if training:
                 if sync:
                     self.finalize(started=True)  # completes reductions that overlap with the backward pass
                 self.zero_gradients()
             raise_together(self.groups, call.error)
-        return table[0]
+        return sums
 
     def _whole_sequences(self, call: ForwardStep) -> list[Tensor]:
         """Each real micro-batch's log-probs as whole sequences in input order; a collective over CP on the last

@@ -4,6 +4,7 @@ from .accuracy import Accuracy
 from .base import Metric
 from .build import build_metric
 from .completion import CompletionRewardMetric
+from .dpo import DPOMetric
 from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .state import MAXIMUM, MINIMUM, SUM, Field
@@ -16,6 +17,7 @@ __all__ = [
     'Accuracy',
     'CISPOMetric',
     'CompletionRewardMetric',
+    'DPOMetric',
     'Field',
     'GRPOMetric',
     'GSPOMetric',

@@ -8,14 +8,15 @@ from ..arguments import reject_unknown
 from .accuracy import Accuracy
 from .base import Metric
 from .completion import CompletionRewardMetric
+from .dpo import DPOMetric
 from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .train import TrainMetric
 
-METRICS: dict[str, type[Metric]] = {
-    cls.__name__: cls
-    for cls in (TrainMetric, LossMetric, Accuracy, CompletionRewardMetric, GRPOMetric, GSPOMetric, CISPOMetric)
-}
+_CLASSES = (
+    TrainMetric, LossMetric, Accuracy, CompletionRewardMetric, DPOMetric, GRPOMetric, GSPOMetric, CISPOMetric,
+)  # fmt: skip
+METRICS: dict[str, type[Metric]] = {cls.__name__: cls for cls in _CLASSES}
 
 
 def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None, **init: Any) -> Metric:

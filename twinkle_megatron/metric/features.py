@@ -66,7 +66,8 @@ def _parts(key: str, value: Any, features: Sequence[Features]) -> Sequence[Any]:
             f"outputs['{key}'] of {len(features)} micro-batches must be a list with one entry each, or one tensor with "
             f'the rows of all, which then are equally long, got {_what(value)} for labels {shapes}'
         )
-    return value.split(rows)
+    flat = [labels_of(f) for f in features]
+    return [x[0] if y is not None and y.dim() == 1 else x for x, y in zip(value.split(rows), flat)]
 
 
 def _rows(labels: Tensor | None) -> Tensor:

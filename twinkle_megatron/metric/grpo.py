@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..arguments import checked_arguments
+from ..arguments import above_0, at_least_0, checked_arguments
 from ..batch import PER_TOKEN, TokenBatch
-from ..data_format import InputFeature
 from ..groups import group_size
-from .base import Metric, checked_keywords
+from .base import checked_keywords
 from .features import IGNORED, Features, aligned, each_micro_batch
 from .state import MAXIMUM, SUM, Field
+from .sweep import SweepMetric
 
 if TYPE_CHECKING:
-    from ..vocab_parallel import TokenStats
+    pass
 
 _FARTHEST = 20.0
 """Nats. Log-ratios are bounded there, as in the losses."""
@@ -38,7 +38,7 @@ class Policy(NamedTuple):
     advantages: Tensor | None
 
 
-class GRPOMetric(Metric):
+class GRPOMetric(SweepMetric):
     """Statistics of the policy over the trained tokens of the global batch, nats.
 
     With log π the log-prob of a token now, `old` that of the policy that sampled it, d = log π − old bounded to ±20 and
@@ -85,15 +85,11 @@ class GRPOMetric(Metric):
         **unknown: Any,
     ) -> None:
         super().__init__(device_mesh, process_group)
-        for name, value in (('epsilon', epsilon), ('epsilon_high', epsilon if epsilon_high is None else epsilon_high)):
-            if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f'{name} must be a finite number >= 0, got {value!r}')
-        if not isinstance(temperature, (int, float)) or not 0 < temperature < math.inf:
-            raise ValueError(f'temperature must be a finite number > 0, got {temperature!r}')
         if not isinstance(top_k_kl, int) or top_k_kl < 0:
             raise ValueError(f'top_k_kl must be an int >= 0, got {top_k_kl!r}')
-        self.epsilon, self.epsilon_high = epsilon, epsilon if epsilon_high is None else epsilon_high
-        self.temperature, self.top_k_kl, self.ignore_index = temperature, top_k_kl, ignore_index
+        self.epsilon = at_least_0('epsilon', epsilon)
+        self.epsilon_high = at_least_0('epsilon_high', epsilon if epsilon_high is None else epsilon_high)
+        self.temperature, self.top_k_kl, self.ignore_index = above_0('temperature', temperature), top_k_kl, ignore_index
         self._records: list[dict[str, Any]] = []
         self._sequences = 0
 
@@ -111,7 +107,7 @@ class GRPOMetric(Metric):
         if not self.is_last_stage:
             return
         given = each_micro_batch(inputs, outputs, ('token_stats', 'logits', 'logps', 'entropies'))
-        pairs = [(self._marked(features), output) for features, output in given]
+        pairs = [(self.marked(features), output) for features, output in given]
         extra = aligned([features for features, _ in pairs], self.extras, self.ignore_index, old_logps=old_logps,
                         advantages=advantages)  # fmt: skip
         for (features, output), mine in zip(pairs, extra):
@@ -161,45 +157,13 @@ class GRPOMetric(Metric):
             found |= {'clip_ratio_low': low, 'clip_ratio_high': high, 'clip_ratio': low + high}
         return {f'train/{name}': value for name, value in found.items()}
 
-    def _marked(self, features: Features) -> Features:
-        """With its `ignore_index` also where `MegatronModel` says -100, as it does whatever that of the loss is."""
-        if self.ignore_index == IGNORED or features.get('labels') is None:
-            return features
-        labels = torch.as_tensor(features['labels'])
-        return {**features, 'labels': labels.masked_fill(labels == IGNORED, self.ignore_index)}
-
     def _policy(self, features: Features, output: Features, given: Mapping[str, Any]) -> Policy:
-        batch = TokenBatch.of(cast(InputFeature, features), self.ignore_index, cp=self.mesh_group('cp'))
-        stats = self._statistics(batch, output)
-        new = cast(Tensor, stats.log_prob).detach()
-        if batch.labels.device != new.device:
-            moved = {key: v.to(new.device) if isinstance(v, Tensor) else v for key, v in features.items()}
-            batch = TokenBatch.of(cast(InputFeature, moved), self.ignore_index, cp=batch.cp)
+        batch, stats = self.read(features, output)
+        new = cast(Tensor, stats.log_prob)
         old, advantages = (None if x is None else x.to(new) for x in (given.get('old_logps'), given.get('advantages')))
         log_ratio = None if old is None else (new - old).clamp(-_FARTHEST, _FARTHEST)
         plain = new if stats.plain_log_prob is None else stats.plain_log_prob
         return Policy(batch, new, plain, stats.entropy, old, log_ratio, advantages)
-
-    def _statistics(self, batch: TokenBatch, output: Features) -> TokenStats:
-        from ..vocab_parallel import TokenStats, token_stats
-
-        ready, logits = output.get('token_stats'), output.get('logits')
-        if ready is not None:
-            return ready
-        if output.get('logps') is not None:
-            wanted = tuple(batch.labels.shape)
-            for name in ('logps', 'entropies'):
-                shape = tuple(getattr(output.get(name), 'shape', wanted))
-                if shape != wanted:
-                    raise ValueError(f"outputs['{name}'] must have the shape of labels, {wanted}, got {shape}")
-            return TokenStats(log_prob=output['logps'], entropy=output.get('entropies'))
-        if logits is None:
-            raise ValueError(f'outputs must hold token_stats, logps or logits, got {sorted(output)}')
-        with torch.no_grad():
-            return token_stats(
-                logits, batch.labels.to(logits.device), shard=self.shard_of(output, logits), entropy=True,
-                temperature=self.temperature, ignore_index=self.ignore_index, plain_log_prob=True,
-            )  # fmt: skip
 
     def _fold(self, policy: Policy) -> None:
         mask = policy.batch.mask

@@ -1,0 +1,167 @@
+"""Pairs of sequences, one chosen and one rejected: where they lie in a micro-batch, and means over them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..groups import group_size
+from .micro_batches import DEFAULT_SIZE, as_micro_batches
+from .tokens import TokenBatch
+
+LAYOUTS = ('interleaved', 'separated')
+"""Of the pairs of a micro-batch: chosen₀, rejected₀, chosen₁, …; or all chosen sequences, then all rejected ones."""
+
+
+def check_layout(layout: Any) -> str:
+    """ValueError unless it is one of `LAYOUTS`."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be 'interleaved' or 'separated', got {layout!r}")
+    return layout
+
+
+def split_pairs(per_sequence: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Of values `[n, ...]`, one a sequence of a micro-batch, those of chosen and of rejected sequences, `[n/2, ...]`.
+
+    ValueError for an odd n.
+    """
+    count = len(per_sequence)
+    if count % 2:
+        raise ValueError(
+            f'a micro-batch must hold whole pairs of a chosen and a rejected sequence, got {count} sequences'
+        )
+    if layout == 'interleaved':
+        return per_sequence[0::2], per_sequence[1::2]
+    return per_sequence[: count // 2], per_sequence[count // 2 :]
+
+
+def join_pairs(chosen: Tensor, rejected: Tensor, layout: str) -> Tensor:
+    """The inverse of `split_pairs`."""
+    if layout == 'interleaved':
+        return torch.stack([chosen, rejected], 1).flatten(0, 1)
+    return torch.cat([chosen, rejected])
+
+
+def counted_pairs(sequence_tokens: Tensor, layout: str) -> Tensor:
+    """Which pairs have a trained token, bool `[p]`, from those of each sequence `[2p]`."""
+    chosen, rejected = split_pairs(sequence_tokens, layout)
+    return chosen + rejected > 0
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The sequences of one micro-batch as p pairs. A pair counts if any of its tokens does."""
+
+    batch: TokenBatch
+    layout: str
+
+    def split(self, per_sequence: Tensor) -> tuple[Tensor, Tensor]:
+        """Values `[n]` of the chosen and of the rejected sequences, `[p]` each."""
+        return split_pairs(per_sequence, self.layout)
+
+    @functools.cached_property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """Trained tokens of the chosen and of the rejected sequences, int64 `[p]` each."""
+        return self.split(self.batch.sequence_tokens)
+
+    @functools.cached_property
+    def real(self) -> Tensor:
+        """Which pairs count, bool `[p]`."""
+        return counted_pairs(self.batch.sequence_tokens, self.layout)
+
+    @functools.cached_property
+    def count(self) -> float | Tensor:
+        """What a mean over pairs divides by."""
+        counts = self.batch.counts
+        return self.real.sum().clamp(min=1) if counts is None else max(counts.pairs, 1)
+
+    @functools.cached_property
+    def chosen_tokens(self) -> float | Tensor:
+        """What a mean over the tokens of chosen sequences divides by."""
+        counts = self.batch.counts
+        return self.tokens[0].sum().clamp(min=1) if counts is None else max(counts.chosen_tokens, 1)
+
+    def sums(self, per_token: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums over the trained tokens of the chosen and of the rejected sequences, `[p]` each, the same on all context
+        parallel ranks; see `TokenBatch.sequence_sum`."""
+        return self.split(self.batch.sequence_sum(per_token))
+
+    def total(self, per_pair: Tensor) -> Tensor:
+        """This rank's summand of a sum over pairs. All context parallel ranks know every pair, so each brings a share.
+        What stands at pairs that do not count is never read."""
+        return torch.where(self.real, per_pair, 0).sum() / group_size(self.batch.cp)
+
+    def mean(self, per_pair: Tensor) -> Tensor:
+        """This rank's summand of a mean over the pairs of the global batch."""
+        return self.total(per_pair) / self.count
+
+    def chosen_mean(self, per_token: Tensor) -> Tensor:
+        """This rank's summand of a mean over the trained tokens of the chosen sequences of the global batch."""
+        chosen, rejected = self.tokens
+        is_chosen = join_pairs(torch.ones_like(chosen), torch.zeros_like(rejected), self.layout).bool()
+        counted = self.batch.mask & self.batch.spread(is_chosen)
+        return torch.where(counted, per_token, 0).sum() / self.chosen_tokens
+
+
+def pair_counts(sequence_tokens: Tensor, layout: str | None) -> tuple[Tensor, Tensor]:
+    """Pairs that count, and trained tokens of chosen sequences, of one micro-batch; zeros without a layout."""
+    if layout is None:
+        zero = sequence_tokens.new_zeros(())
+        return zero, zero
+    chosen, _ = split_pairs(sequence_tokens, layout)
+    return counted_pairs(sequence_tokens, layout).sum(), chosen.sum()
+
+
+class Collated(NamedTuple):
+    """The micro-batches of a call, and in which order its samples became them; None: in that in which they were
+    given."""
+
+    batches: list[dict[str, Any]]
+    order: list[int] | None
+
+
+def collated(inputs: Any, micro_batch_size: int | None, ignore_index: int, layout: str | None) -> Collated:
+    """`as_micro_batches`, without cutting pairs where there is a layout of such."""
+    order = order_of_samples(inputs, micro_batch_size, layout)
+    samples = inputs if order is None else [inputs[i] for i in order]
+    return Collated(as_micro_batches(samples, micro_batch_size, ignore_index), order)
+
+
+def order_of_samples(inputs: Any, micro_batch_size: int | None, layout: str | None) -> list[int] | None:
+    """In which order a list of 1-D samples becomes micro-batches of whole pairs; None: in that in which they are given.
+
+    Of separated samples, all chosen ones first, each micro-batch takes some pairs, and has their chosen samples first.
+    ValueError where a pair would be cut.
+    """
+    if layout is None or not _are_samples(inputs):
+        return None
+    if len(inputs) % 2:
+        raise ValueError(
+            f'inputs must hold pairs of a chosen and a rejected sample ({layout}), got {len(inputs)} samples'
+        )
+    size = DEFAULT_SIZE if micro_batch_size is None else micro_batch_size
+    if not isinstance(size, int) or size < 1:
+        return None  # refused with the other arguments
+    if size % 2:
+        raise ValueError(f'micro_batch_size must be even, so that no pair is cut, got {size}')
+    if layout == 'interleaved':
+        return None
+    pairs, step = len(inputs) // 2, size // 2
+    parts = [range(first, min(first + step, pairs)) for first in range(0, pairs, step)]
+    return [i for part in parts for i in (*part, *(pairs + i for i in part))]
+
+
+def _are_samples(inputs: Any) -> bool:
+    """Whether these are 1-D samples, as far as can be told before they are checked."""
+    if not isinstance(inputs, Sequence) or isinstance(inputs, str):
+        return False
+    try:
+        return all(isinstance(one, Mapping) and np.ndim(one['input_ids']) == 1 for one in inputs)
+    except (KeyError, ValueError):
+        return False
