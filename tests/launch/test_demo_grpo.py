@@ -11,7 +11,7 @@ import pytest
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from launch import demo_report, options, prepare, task, train
+from launch import intervals, options, prepare, task, train
 from tests.launch.test_progress import PNG
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_a_step_that_fails_ends_the_demo_with_its_message_alone(tmp_path):
 
 def test_the_interval_is_1_96_standard_errors_of_the_mean_over_prompts():
     values = np.array([0.0, 0.25, 1.0, 0.5])
-    found = demo_report.interval(values)
+    found = intervals.interval(values)
     assert found['mean'] == pytest.approx(0.4375)
     assert found['plus_or_minus'] == pytest.approx(1.96 * np.std(values, ddof=1) / 2)
-    assert demo_report.interval(values[:1])['plus_or_minus'] == 0
+    assert intervals.interval(values[:1])['plus_or_minus'] == 0

@@ -53,6 +53,10 @@ def test_empty_lines_windows_line_ends_and_a_byte_order_mark_are_no_errors(tmp_p
         ({'text': 'a', 'prompt': 'b'}, 'mixes the forms: has "text", "prompt"; keep one of them'),
         ({'prompt': 'a'}, 'has "prompt" but no "response"'),
         ({'response': 'a'}, 'has "response" but no "prompt"'),
+        (
+            {'prompt': 'a', 'chosen': 'b', 'rejected': 'c'},
+            'has "chosen" and "rejected" as pairs have; train on these with --loss dpo',
+        ),
         ({'prompt': 'a', 'response': None}, '"response" must be a string, got null'),
         ({'messages': []}, '"messages" must be a list of messages, got an empty list'),
         ({'messages': {'role': 'user'}}, '"messages" must be a list of messages, got an object'),

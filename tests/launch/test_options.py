@@ -13,7 +13,13 @@ def test_the_run_is_named_after_the_data_the_loss_and_the_layout(policy_file):
     assert options.parse(['--head', 'linear']).run == Path('runs/python-reference-tp1-pp1-linear')
     rollouts = options.parse(['--loss', 'gspo', '--data', 'r.jsonl', '--init-weights', str(policy_file)])
     assert rollouts.run == Path('runs/r-gspo-tp1-pp1')
+    pairs = options.parse(['--loss', 'orpo', '--data', 'p.jsonl', '--init-weights', str(policy_file), '--tp', '2'])
+    assert pairs.run == Path('runs/p-orpo-tp2-pp1')
     assert options.parse(['--name', 'first']).run == Path('runs/first')
+
+
+GRPO = 'grpo, gspo, sapo, cispo, bnpo, dr-grpo'
+DPO = 'dpo, simpo, cpo, orpo'
 
 
 @pytest.mark.parametrize(
@@ -37,15 +43,19 @@ def test_the_run_is_named_after_the_data_the_loss_and_the_layout(policy_file):
         ('--steps 5 --epochs 1', '--steps and --epochs say the same; give one of them'),
         ('--loss grpo', '--loss grpo needs --data FILE, the rollouts; docs/rollouts.md tells what it must hold'),
         ('--loss bnpo --data r', '--loss bnpo needs --init-weights FILE, the policy that sampled the rollouts'),
+        ('--loss dpo', '--loss dpo needs --data FILE, the pairs; docs/pairs.md tells what it must hold'),
         (
-            '--beta 0',
-            '--beta is for rollouts, with --loss grpo, gspo, sapo, cispo, bnpo, dr-grpo, got --loss cross-entropy',
+            '--loss orpo --data p',
+            '--loss orpo needs --init-weights FILE, the policy to start from, which is the reference',
         ),
-        (
-            '--packed',
-            '--packed is for rollouts, with --loss grpo, gspo, sapo, cispo, bnpo, dr-grpo, got --loss cross-entropy',
-        ),
-        ('--loss grpo --eval-every 2', '--eval-every is for text, with --loss cross-entropy, got --loss grpo'),
+        ('--advantages none', f'--advantages is for --loss {GRPO}, got --loss cross-entropy'),
+        ('--beta 0', f'--beta is for --loss {GRPO}, {DPO}, got --loss cross-entropy'),
+        ('--packed', f'--packed is for --loss {GRPO}, {DPO}, got --loss cross-entropy'),
+        ('--loss grpo --eval-every 2', f'--eval-every is for --loss cross-entropy, {DPO}, got --loss grpo'),
+        ('--loss cpo --gamma 1', '--gamma is for --loss simpo, got --loss cpo'),
+        ('--loss simpo --loss-type ipo', '--loss-type is for --loss dpo, got --loss simpo'),
+        ('--loss grpo --held-out p', f'--held-out is for --loss {DPO}, got --loss grpo'),
+        ('--loss-type dpo', "argument --loss-type: must be sigmoid, hinge, ipo or kto, got 'dpo'"),
         ('--clip-range -1', "argument --clip-range: must be a number of at least 0, got '-1'"),
         ('--advantages all', "argument --advantages: must be group, batch or none, got 'all'"),
         ('--init-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
@@ -66,6 +76,25 @@ def test_defaults_suit_the_loss(policy_file):
     assert (rollouts.steps, rollouts.epochs, rollouts.lr, rollouts.clip_range) == (None, 2, 5e-4, 0.2)
     assert options.steps_of(rollouts, 33) == 9  # 2 epochs of 33 rollouts, 8 a step
     assert options.steps_of(options.parse([*given, '--steps', '7']), 33) == 7
+    for loss, beta in (('dpo', 0.1), ('simpo', 2.5), ('cpo', 0.1), ('orpo', 0.1)):
+        pairs = options.parse([*given, '--loss', loss])
+        assert (pairs.steps, pairs.epochs, pairs.lr, pairs.beta, pairs.packed) == (None, 1, 2e-4, beta, False)
+
+
+def test_values_that_no_loss_of_pairs_takes_are_refused(policy_file, capsys):
+    given = ['--data', 'p.jsonl', '--init-weights', str(policy_file)]
+    for argv, message in (
+        ('--loss dpo --beta 0', '--beta must be above 0 with --loss dpo, got 0'),
+        ('--loss dpo --label-smoothing 0.6', '--label-smoothing must be at most 0.5, got 0.6'),
+        (
+            '--loss dpo --label-smoothing 0.1 --loss-type ipo',
+            '--label-smoothing is for --loss-type sigmoid, got --loss-type ipo',
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            options.parse([*given, *argv.split()])
+        assert capsys.readouterr().err.endswith(f'error: {message}\n')
+    assert options.parse([*given, '--loss', 'orpo', '--beta', '0']).beta == 0
 
 
 def test_sizes_that_are_not_those_of_the_weights_are_refused(policy_file, capsys):
@@ -84,9 +113,12 @@ def test_the_help_names_the_default_of_every_option(capsys):
         options.parse(['--help'])
     said = ' '.join(capsys.readouterr().out.split())
     for part in (
-        '(250; of rollouts as --epochs says)',
-        '(2 of rollouts)',
-        '(0.002; of rollouts 0.0005)',
+        '(250; of rollouts and pairs as --epochs says)',
+        '(2 of rollouts; 1 of pairs)',
+        '(0.002; of rollouts 0.0005; of pairs 0.0002)',
+        '(0 of rollouts; 0.1 of pairs, but 2.5 of simpo)',
+        '(50; of pairs 20)',
+        'docs/pairs.md',
         'docs/rollouts.md',
     ):
         assert part in said

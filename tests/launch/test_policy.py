@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ranks import run_ranks
 
-from launch.options import POLICY_LOSSES
+from launch.kinds import ROLLOUTS
 from tests.launch.tiny_policy import options_for, trained
 
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -68,7 +68,7 @@ def test_figures_and_weights_are_the_same_under_every_layout_and_packed(train, l
 
 
 def test_every_loss_trains_the_same_on_one_process_and_on_data_parallel_ranks(train):
-    lists = [[f'--loss={loss}', '--steps=3'] for loss in POLICY_LOSSES]
+    lists = [[f'--loss={loss}', '--steps=3'] for loss in ROLLOUTS.losses]
     for one, two in zip(train(1, *lists), train(2, *([*options, '--dp=2'] for options in lists))):
         assert one[0][2]['approx_kl'] > 0
         assert_same(one, two)

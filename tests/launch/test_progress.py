@@ -3,7 +3,10 @@
 import json
 from argparse import Namespace
 
+import numpy as np
+
 from launch.policy_progress import PolicyRecorder
+from launch.preference_progress import PreferenceRecorder
 from launch.progress import TextRecorder
 
 TRAIN = {'loss': 5.5, 'accuracy': 0.25, 'grad_norm': 0.5, 'lr': 1e-3, 'total_tokens': 100.0, 'elapsed_seconds': 2.0}
@@ -73,3 +76,33 @@ def test_rollouts_show_reward_kl_clip_ratio_and_entropy(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
     assert lines[1]['odd_reward'] == 3
     assert {'reward', 'approx_kl', 'clip_ratio', 'entropy'} <= set(lines[0])
+
+
+def test_pairs_show_margin_accuracy_and_log_probs_and_end_with_a_table(tmp_path, capsys):
+    args = Namespace(run=tmp_path, steps=2, save_weights=None)
+    recorder = PreferenceRecorder(args, 0.5, active=True)
+    before, after = np.array([[-4.0, -5], [-8, -6]]), np.array([[-3.0, -6], [-8, -7]])
+    recorder.start(before)
+    logps = {'chosen_logps': -5.5, 'rejected_logps': -6.5}
+    measured = {'margin': 0.75, 'accuracy': 1.0}
+    recorder.step()
+    recorder.train(1, TRAIN | logps)
+    recorder.step()
+    recorder.train(2, TRAIN | logps | measured)
+    recorder.held_out(2, {'loss': 0.5} | logps | measured)
+    recorder.finish(before, after)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == (
+        'step 0  held out        margin   0.000  accuracy   0.0%  log-prob -6.00 of chosen, -5.50 of rejected'
+    )
+    assert shown[1].startswith('step 1  loss  5.5000  log-prob -5.50 of chosen, -6.50 of rejected  grad norm')
+    assert shown[2].startswith('step 2  loss  5.5000  margin   0.750  accuracy 100.0%  log-prob')
+    assert 'of 2 held-out pairs: mean ± 1.96 standard errors' in shown
+    assert any(line.split()[-6:] == ['0.750', '±', '0.490', '+0.750', '±', '0.490'] for line in shown)
+    lines = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines] == [0, 1, 2, 2]
+    assert 'margin' not in lines[1]
+    assert lines[3]['held_out_margin'] == 0.75
+    rows = [json.loads(line) for line in (tmp_path / 'held_out.jsonl').read_text().splitlines()]
+    assert rows[0] == {'ref_chosen_logp': -4, 'ref_rejected_logp': -5, 'chosen_logp': -3, 'rejected_logp': -6}
+    assert (tmp_path / 'preference.png').read_bytes().startswith(PNG)

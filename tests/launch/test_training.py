@@ -126,3 +126,15 @@ def test_a_wrong_option_ends_the_run_before_a_process_is_started(tmp_path):
     run = start('--steps', 'abc', tmp_path=tmp_path)
     assert run.returncode == 2
     assert run.stderr.endswith("error: argument --steps: must be a whole number of at least 1, got 'abc'\n")
+
+
+def test_a_bad_pair_ends_the_run_before_a_process_is_started(policy_file, tmp_path):
+    (tmp_path / 'p.jsonl').write_text(
+        '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}\n'
+    )
+    run = start('--loss', 'dpo', '--data', 'p.jsonl', '--init-weights', str(policy_file), tmp_path=tmp_path)
+    assert run.returncode == 1
+    assert run.stdout == ''
+    assert run.stderr.startswith('p.jsonl, line 2: has no "rejected"')
+    assert 'Traceback' not in run.stderr
+    assert not (tmp_path / 'runs').exists()

@@ -1,7 +1,8 @@
-"""A tiny policy in a file of weights, rollouts that it has sampled, and trainings on them, on ranks of the test."""
+"""A tiny policy in a file of weights, rollouts that it has sampled, pairs, and trainings on them, on ranks."""
 
 import json
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
@@ -46,6 +47,21 @@ def as_lines(completions):
     return '\n'.join(map(json.dumps, lines))
 
 
+def as_pairs(seeds):
+    """A file of a pair for each of these numbers: chosen are words in the order in which the policy counts."""
+    words, lines = TEXT.split()[:10], []
+    for seed in seeds:
+        first, length = seed % 6, 2 + seed % 3
+        chosen = words[first : first + length]
+        lines.append({'prompt': f'{seed}:', 'chosen': f' {" ".join(chosen)}', 'rejected': f' {" ".join(chosen[::-1])}'})
+    return '\n'.join(map(json.dumps, lines))
+
+
+def numbers(*values):
+    """A tensor of whole numbers."""
+    return torch.tensor(values, dtype=torch.int64)
+
+
 def options_for(rollouts, weights_file, runs, *more):
     """Checked options and prepared data of a training."""
     files = [f'--data={rollouts}', f'--init-weights={weights_file}', f'--runs={runs}', f'--save-weights={runs}/end.npz']
@@ -55,12 +71,12 @@ def options_for(rollouts, weights_file, runs, *more):
     return args
 
 
-def trained(*runs):
-    """Trains with each of these options; for each the weights it ends with, on the first rank."""
+def trained(*runs, train=policy.train):
+    """Calls `train` with each of these options; for each the weights it ends with, on the first rank."""
     parallel_state.initialize_model_parallel(runs[0].tp, runs[0].pp)
     found = []
     for args in runs:
-        policy.train(args)
+        train(args)
         dist.barrier()  # the first rank has written its files
         found.append(weights.read(args.save_weights) if dist.get_rank() == 0 else None)
     return found
