@@ -97,6 +97,10 @@ AS_TENSOR = {
     'view': lambda x, stock: x.view(-1, x.size(-1)),
     'clone': lambda x, stock: x.clone(),
     'contiguous': lambda x, stock: x.transpose(0, 1).contiguous(),
+    'part of the sequence': lambda x, stock: x.narrow(0, 1, 2),
+    'part of the vocabulary': lambda x, stock: x.narrow(-1, 1, 3),
+    'part of the batch': lambda x, stock: x.narrow(1, 0, 1) + 0,
+    'part of the transposed batch': lambda x, stock: x.transpose(0, 1).narrow(0, 1, 1) + 0,
     'vocabulary first': lambda x, stock: x.transpose(0, -1),
     'permute': lambda x, stock: x.permute(2, 0, 1),
     'mT': lambda x, stock: x.mT,
@@ -164,7 +168,8 @@ def _as_tensor(spec, layout, gather):
 def _check_facts(lazy, stock):
     """What is known without a product."""
     assert isinstance(lazy, LazyLogits)
-    for x, y in ((lazy, stock), (lazy.transpose(0, 1), stock.transpose(0, 1)), (lazy.detach(), stock.detach())):
+    for x, y in ((lazy, stock), (lazy.transpose(0, 1), stock.transpose(0, 1)), (lazy.detach(), stock.detach()),
+                 (lazy.narrow(1, 0, 1), stock.narrow(1, 0, 1)), (lazy.narrow(-2, 1, 1), stock.narrow(-2, 1, 1))):  # fmt: skip
         assert (x.shape, x.dtype, x.device, x.requires_grad) == (y.shape, y.dtype, y.device, y.requires_grad)
         assert (x.size(), x.size(-1), x.size(0), x.dim(), x.ndim) == (y.size(), y.size(-1), y.size(0), 3, 3)
         assert x.numel() == y.numel()

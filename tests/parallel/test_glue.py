@@ -14,7 +14,7 @@ from ranks import run_ranks
 from test_errors import _without
 from test_invariance import GPT
 from test_model import _trainer
-from tiny_gpt import Layout, build, initialize
+from tiny_gpt import Layout, build, initialize, wrap
 
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.groups import Groups
@@ -398,3 +398,32 @@ def _torch_scheduler():
     model.set_loss('CrossEntropyLoss')
     model.add_metric('TrainMetric')
     return _rates(model, optimizer.param_groups[0])
+
+
+def _rows_seen(layout, head):
+    """A custom loss whose mean is over rows, on micro-batches of two and of one sample, which are equally large on a
+    pipeline."""
+    initialize(layout)
+    chunks = wrap(build(GPT, layout))
+    model = MegatronModel(chunks, vocab_size=GPT.vocab_size, head=head)
+
+    def loss(inputs, outputs, weights):
+        assert len(weights) == len(inputs['labels']) == len(outputs['logps']) == outputs['logits'].shape[0]
+        spread = outputs['logits'].sum((1, 2)) * 1e-3
+        return ((outputs['logps'].sum(1) + spread) * weights).mean()
+
+    model.set_loss(loss)
+    model.add_metric('LossMetric')
+    (batch,) = micro_batches(GPT, even(1, 1), 0)
+    inputs = [{key: value[rows] for key, value in batch.items()} for rows in (slice(0, 2), slice(3, 4))]
+    out = model.forward_backward(inputs, weights=torch.tensor([1.0, 2.0, 3.0]))
+    return out['loss'], collect_grads(chunks), [tuple(x.shape) for x in out['logps']]
+
+
+@pytest.mark.parametrize('head', ['logits', 'linear'])
+def test_a_custom_loss_does_not_see_the_rows_that_the_schedule_adds(head):
+    ((loss, grads, shapes),) = run_ranks(_rows_seen, 1, Layout(), head)
+    for found, parts, logps in (results := run_ranks(_rows_seen, 2, Layout(pp=2), head)):
+        assert found == pytest.approx(loss, rel=1e-9)
+        assert logps in ([], shapes)
+    assert compare([parts for _, parts, _ in results], grads).error < 1e-9

@@ -98,6 +98,8 @@ class ForwardStep:
         seen = self._seen if self._swept else self._sweep(output, local['labels'])
         inputs = {key: value for key, value in local.items() if not key.startswith(PREFIX)}
         extra = item.extra | {key[len(PREFIX) :]: value for key, value in local.items() if key.startswith(PREFIX)}
+        if self._evaluation.is_foreign and seen is not None:
+            inputs, seen = _without_added_rows(inputs, seen, item.shape[0])
         share = None if seen is None else self._contribution(inputs, extra, seen)
         if self._evaluation.is_foreign and self._failed_on_a_peer(share is None):
             share = None
@@ -153,6 +155,15 @@ class ForwardStep:
             length = int(item.batch['input_ids'].shape[1])
             out['packed_seq_params'] = _packed(item.packing.boundaries, length, ids.device)
         return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
+
+
+def _without_added_rows(inputs: dict[str, Any], seen: Seen, rows: int) -> tuple[dict[str, Any], Seen]:
+    """Without the ignored rows that the schedule asked for: a custom loss may take a mean over rows."""
+    shape = inputs['labels'].shape
+    if shape[0] == rows:
+        return inputs, seen
+    own = {k: v[:rows] if isinstance(v, Tensor) and v.shape[:1] == shape[:1] else v for k, v in inputs.items()}
+    return own, seen._replace(logits=seen.logits.narrow(0, 0, rows), stats=seen.stats.first_rows(rows))
 
 
 def _end_of(seen: Seen) -> Tensor:

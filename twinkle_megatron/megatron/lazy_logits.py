@@ -111,6 +111,15 @@ class LazyLogits(LinearHead):
             return self._told('transpose').transpose(dim0, dim1)
         return self._forgetting(super().transpose(dim0, dim1))
 
+    def narrow(self, dim: int, start: int, length: int) -> Any:
+        """A part of the batch; along any other dim, of the tensor."""
+        at = dim + self.dim() if dim < 0 else dim
+        if not 0 <= at < len(self.order) or self.order[at] == 0:  # hidden's first dim may be split over ranks
+            return self._told('narrow').narrow(dim, start, length)
+        out = self._forgetting(copy.copy(self))
+        out.hidden = self.hidden.narrow(self.order[at], start, length)
+        return out
+
     def detach(self) -> LazyLogits:
         return self._forgetting(super().detach())
 

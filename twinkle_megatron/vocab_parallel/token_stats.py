@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -53,7 +54,14 @@ class TokenStats:
 
     def detach(self) -> TokenStats:
         """The same numbers without their history."""
-        return TokenStats(*(None if x is None else x.detach() for x in vars(self).values()))
+        return self._each(Tensor.detach)
+
+    def first_rows(self, count: int) -> TokenStats:
+        """Of the first entries along dim 0."""
+        return self._each(lambda x: x[:count])
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> TokenStats:
+        return TokenStats(*(None if x is None else function(x) for x in vars(self).values()))
 
 
 def token_stats(
