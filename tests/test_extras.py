@@ -407,7 +407,8 @@ def test_nan_at_a_trained_token_is_an_error_on_every_rank_that_names_the_sample(
     words = r'old_logps of sample 1 must be numbers at its trained tokens, got NaN \(1 in micro-batch 1\)'
     outcomes = run_ranks(functools.partial(call, layout, 3, NAN), layout.world, collect_errors=True)
     assert [o.error for o in outcomes] == ['ValueError'] * layout.world
-    first = layout.cp * layout.tp if layout.dp == 2 else 0
+    last_stage = layout.world // layout.pp * (layout.pp - 1)  # where keywords are looked at
+    first = last_stage + (layout.cp * layout.tp if layout.dp == 2 else 0)
     for outcome in outcomes:
         assert outcome.message.startswith(f'on rank {first}: '), outcome.message
         assert re.search(words, outcome.message)

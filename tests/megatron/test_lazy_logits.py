@@ -168,8 +168,11 @@ def _as_tensor(spec, layout, gather):
 def _check_facts(lazy, stock):
     """What is known without a product."""
     assert isinstance(lazy, LazyLogits)
-    for x, y in ((lazy, stock), (lazy.transpose(0, 1), stock.transpose(0, 1)), (lazy.detach(), stock.detach()),
-                 (lazy.narrow(1, 0, 1), stock.narrow(1, 0, 1)), (lazy.narrow(-2, 1, 1), stock.narrow(-2, 1, 1))):  # fmt: skip
+    for lazily in (
+        lambda x: x, lambda x: x.transpose(0, 1), lambda x: x.detach(), lambda x: x.narrow(1, 0, 1),
+        lambda x: x.narrow(-2, 1, 1),
+    ):  # fmt: skip
+        x, y = lazily(lazy), lazily(stock)
         assert (x.shape, x.dtype, x.device, x.requires_grad) == (y.shape, y.dtype, y.device, y.requires_grad)
         assert (x.size(), x.size(-1), x.size(0), x.dim(), x.ndim) == (y.size(), y.size(-1), y.size(0), 3, 3)
         assert x.numel() == y.numel()

@@ -423,7 +423,8 @@ def _rows_seen(layout, head):
 @pytest.mark.parametrize('head', ['logits', 'linear'])
 def test_a_custom_loss_does_not_see_the_rows_that_the_schedule_adds(head):
     ((loss, grads, shapes),) = run_ranks(_rows_seen, 1, Layout(), head)
-    for found, parts, logps in (results := run_ranks(_rows_seen, 2, Layout(pp=2), head)):
+    results = run_ranks(_rows_seen, 2, Layout(pp=2), head)
+    for found, _, logps in results:
         assert found == pytest.approx(loss, rel=1e-9)
         assert logps in ([], shapes)
     assert compare([parts for _, parts, _ in results], grads).error < 1e-9

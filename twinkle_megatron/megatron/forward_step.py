@@ -14,8 +14,9 @@ from ..evaluation import Evaluation, Seen, nothing
 from ..groups import Groups, all_gather_rows, group_rank, group_size
 from ..vocab_parallel import LinearHead, Logits, cross_entropy
 from .heads import has_loss_hook
+from .item import PREFIX, Item
 from .lazy_logits import LazyLogits
-from .plan import PREFIX, Item, Plan
+from .plan import Plan
 from .together import Together
 
 

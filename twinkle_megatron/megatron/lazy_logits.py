@@ -114,11 +114,9 @@ class LazyLogits(LinearHead):
     def narrow(self, dim: int, start: int, length: int) -> Any:
         """A part of the batch; along any other dim, of the tensor."""
         at = dim + self.dim() if dim < 0 else dim
-        if not 0 <= at < len(self.order) or self.order[at] == 0:  # hidden's first dim may be split over ranks
+        if not 0 <= at < len(self.order) or self.order[at] == 0:  # the sequence, which may be split over ranks
             return self._told('narrow').narrow(dim, start, length)
-        out = self._forgetting(copy.copy(self))
-        out.hidden = self.hidden.narrow(self.order[at], start, length)
-        return out
+        return self._forgetting(super().narrow(dim, start, length))
 
     def detach(self) -> LazyLogits:
         return self._forgetting(super().detach())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..batch import (
     CONSTANT,
@@ -18,17 +17,14 @@ from ..batch import (
     align_extras,
     check_micro_batch,
     collated,
-    counted_pairs,
-    explain_fault,
     packing_of,
     pad_micro_batch,
-    pair_counts,
     split_extra,
     spread_out,
     trained_labels,
-    value_faults,
 )
 from ..groups import Groups, group_rank, group_size, raise_together
+from .item import PREFIX, Census, Item
 
 
 @dataclass(frozen=True)
@@ -88,24 +84,6 @@ class Extras(NamedTuple):
     shifted: bool = True
 
 
-PREFIX = 'extra '
-"""Of the keys under which keywords that are aligned with the labels travel in a micro-batch."""
-
-
-class Item(NamedTuple):
-    """One micro-batch of whole sequences, padded to what the schedule needs.
-
-    `shape` is that of the caller; in a packed row `columns` says where its tokens lie now, if they had to move.
-    """
-
-    batch: dict[str, Any]
-    extra: dict[str, Any]
-    shape: tuple[int, int]
-    packing: Packing | None
-    columns: Tensor | None
-    is_padding: bool
-
-
 @dataclass(frozen=True)
 class Plan:
     """The micro-batches of this rank, and what is true of the global batch, the same on every rank."""
@@ -137,11 +115,13 @@ def make_plan(
     """
     error: Exception | None = None
     items: list[Item] = []
-    counted = torch.zeros(COUNTED, dtype=torch.float64)
+    census = Census([], ignore_index, None, None, layout)
+    counted = census.row()
     try:
         check()
         items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels, layout)
-        counted = _count(items, limits, ignore_index, layout)
+        census = Census(items, ignore_index, limits.vocab_size, limits.max_length, layout)
+        counted = census.row()
     except Exception as caught:  # raised below, on every rank
         error = caught
     rows = max((item.batch['input_ids'].shape[0] for item in items), default=0)
@@ -149,7 +129,7 @@ def make_plan(
     known = torch.tensor([error is not None, group_rank(groups.dp), len(items), rows, length], dtype=torch.float64)
     table = groups.gather_everyone(torch.cat([known.to(counted.device), counted])).tolist()
     if any(row[0] or row[-1] for row in table):
-        raise_together(groups, error or _first_fault(items, limits, ignore_index, layout))
+        raise_together(groups, error or census.first_fault())
     replicas: dict[float, list[float]] = {}
     for row in table:
         if replicas.setdefault(row[1], row[2:-1]) != row[2:-1]:
@@ -270,60 +250,6 @@ def _check_attention(
             f'neither split (CP) nor padded (SP, or PP with unequal micro-batches), got {tuple(mask.shape)}; leave it '
             'out for causal attention'
         )
-
-
-COUNTED = len(Counts._fields) + 1
-
-
-def _count(items: list[Item], limits: Limits, ignore_index: int, layout: str | None) -> Tensor:
-    """The `Counts` of these micro-batches, and how many values are wrong, float64 `[COUNTED]`, on their device: no host
-    sync."""
-    zero = torch.zeros((), dtype=torch.int64, device=items[0].batch['input_ids'].device if items else 'cpu')
-    per_sequence = [item.batch['sequence_tokens'] for item in items if 'sequence_tokens' in item.batch]
-    tokens = sum((n.sum() for n in per_sequence), start=zero)
-    sequences = sum(((n > 0).sum() for n in per_sequence), start=zero)
-    paired = [pair_counts(n, layout) for n in per_sequence]
-    pairs, chosen = (sum((part[i] for part in paired), start=zero) for i in range(2))
-    faults = sum((n for item in items for n in _faults(item, limits, ignore_index, layout).values()), start=zero)
-    return torch.stack([tokens, sequences, pairs, chosen, faults]).double()
-
-
-def _faults(item: Item, limits: Limits, ignore_index: int, layout: str | None) -> dict[str, Tensor]:
-    faults = value_faults(item.batch, limits.vocab_size, ignore_index, limits.max_length)
-    for key in item.batch:
-        if key.startswith(PREFIX):
-            faults[key] = _missing(item.batch, key, ignore_index, layout).sum()
-    return faults
-
-
-def _missing(batch: Mapping[str, Any], key: str, ignore_index: int, layout: str | None) -> Tensor:
-    """Where a keyword is NaN though it counts, `[b, s]` or, of one a pair, `[p]`."""
-    value = batch[key]
-    if value.dim() == 2:
-        return value.isnan() & (batch['labels'] != ignore_index)
-    return value.isnan() if layout is None else value.isnan() & counted_pairs(batch['sequence_tokens'], layout)
-
-
-def _first_fault(items: list[Item], limits: Limits, ignore_index: int, layout: str | None) -> Exception | None:
-    for index, item in enumerate(items):
-        for key, count in _faults(item, limits, ignore_index, layout).items():
-            if count and key.startswith(PREFIX):
-                return _explain_nan(items, index, key, _missing(item.batch, key, ignore_index, layout))
-            if count:
-                return explain_fault(key, item.batch, index, limits.vocab_size, ignore_index, limits.max_length)
-    return None
-
-
-def _explain_nan(items: list[Item], index: int, key: str, bad: Tensor) -> ValueError:
-    batch, name = items[index].batch, key.removeprefix(PREFIX)
-    before = sum(int(item.batch['sequence_tokens'].numel()) for item in items[:index])
-    if bad.dim() == 1:
-        return ValueError(f'{name} of pair {before // 2 + int(bad.nonzero()[0])} must be a number, got NaN')
-    sample = before + int(batch['sequence_ids'][bad][0])
-    return ValueError(
-        f'{name} of sample {sample} must be numbers at its trained tokens, got NaN '
-        f'({int(bad.sum())} in micro-batch {index})'
-    )
 
 
 def _padded(items: list[Item], count: int, rows: int, length: int, limits: Limits, ignore_index: int) -> list[Item]:

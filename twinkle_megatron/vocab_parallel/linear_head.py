@@ -113,6 +113,15 @@ class LinearHead:
         out.order = tuple(order)
         return out
 
+    def narrow(self, dim: int, start: int, length: int) -> Self:
+        """A part of the same logits, as of a tensor, along a leading dim that is not split over ranks."""
+        at = dim + len(self.order) + 1 if dim < 0 else dim
+        if not 0 <= at < len(self.order) or (self.sequence_parallel and self.order[at] == 0):
+            raise ValueError(f'narrow must be along a leading dim of the logits that no ranks share, got {dim}')
+        out = copy.copy(self)
+        out.hidden = self.hidden.narrow(self.order[at], start, length)
+        return out
+
     def detach(self) -> Self:
         """The same logits without a gradient."""
         out = copy.copy(self)
