@@ -1,5 +1,6 @@
 """Exact operations on logits whose vocabulary is split over tensor parallel ranks. Plain torch and process groups."""
 
+from .divergence import generalized_jsd, recut
 from .functions import argmax, cross_entropy, log_probs, log_probs_and_entropy
 from .linear_head import LinearHead
 from .logits import Logits
@@ -15,8 +16,10 @@ __all__ = [
     'argmax',
     'cross_entropy',
     'gather',
+    'generalized_jsd',
     'log_probs',
     'log_probs_and_entropy',
+    'recut',
     'token_stats',
     'topk',
 ]

@@ -14,7 +14,7 @@ from .head_gradients import HeadGradients
 from .kernels.memory import empty, empty_gradient
 from .linear_head import LinearHead
 from .shard import VocabShard
-from .source import Fill, Tile
+from .source import Fill, Tile, viewed
 from .workspace import spare_elements, tile_elements
 
 
@@ -88,6 +88,9 @@ class LinearSource:
         if self._index is not None:
             rows = rows.new_zeros(math.prod(self.lead)).index_copy_(0, self._index, rows)
         return rows.view([self.lead[dim] for dim in self._inverse]).permute(self._order)
+
+    def view_rows(self, x: Tensor) -> Tensor | None:
+        return viewed(x, self._inverse) if self._index is None else None
 
     def tiles(
         self, tensors: tuple[Tensor, ...], max_elements: int | None, trained: tuple[bool, ...] = ()

@@ -6,6 +6,7 @@ builds its logits serve all of them alike. To add a source, implement `Source`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -61,6 +62,10 @@ class Source(Protocol):
         """`[rows]` as `[*lead]`, with 0 where a row was left out."""
         ...
 
+    def view_rows(self, x: Tensor) -> Tensor | None:
+        """`x` `[*lead, c]` as `[rows, c]`, a view in the order of this source's rows; None where it would be a copy."""
+        ...
+
     def tiles(
         self, tensors: tuple[Tensor, ...], max_elements: int | None, trained: tuple[bool, ...] = ()
     ) -> Iterator[Tile]:
@@ -83,3 +88,16 @@ class Source(Protocol):
         `reads` False: `fill` does not look at the logits in the tile, which may hold anything.
         """
         ...
+
+
+def positions(source: Source) -> Tensor:
+    """Of the source's rows among the flattened leading dims, int64 `[rows]`."""
+    return source.flatten(torch.arange(math.prod(source.lead), device=source.device).view(source.lead))
+
+
+def viewed(x: Tensor, order: list[int]) -> Tensor | None:
+    """`x` `[*lead, c]` with its leading dims in another order, as `[rows, c]`; None where that would be a copy."""
+    try:
+        return x.permute(*order, -1).view(-1, x.shape[-1])
+    except RuntimeError:
+        return None

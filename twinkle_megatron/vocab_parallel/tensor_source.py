@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .kernels.memory import empty_gradient
 from .shard import VocabShard
-from .source import Fill, Tile
+from .source import Fill, Tile, viewed
 
 
 class TensorSource:
@@ -42,6 +42,9 @@ class TensorSource:
 
     def unflatten(self, rows: Tensor) -> Tensor:
         return rows.view([self.lead[dim] for dim in self._order]).permute(self._inverse)
+
+    def view_rows(self, x: Tensor) -> Tensor | None:
+        return viewed(x, self._order)
 
     def tiles(
         self, tensors: tuple[Tensor, ...], max_elements: int | None, trained: tuple[bool, ...] = ()

@@ -16,7 +16,7 @@ from .labels import check_ids, raise_pending
 from .logits import Logits, as_source
 from .once import once_only
 from .shard import VocabShard
-from .source import Source, Tile
+from .source import Source, Tile, positions
 
 
 def topk(logits: Logits, k: int, *, shard: VocabShard) -> tuple[Tensor, Tensor]:
@@ -108,14 +108,9 @@ class _At(torch.autograd.Function):
             return source.gradients(detached, needed, fill, None, reads=False)
 
 
-def _positions(source: Source) -> Tensor:
-    """Of the source's rows among the flattened leading dims, `[rows]`."""
-    return source.flatten(torch.arange(math.prod(source.lead), device=source.device).view(source.lead))
-
-
 def _by_row(source: Source, values: Tensor) -> Tensor:
     """`[*lead, k]` as `[rows, k]`."""
-    return values.reshape(math.prod(source.lead), values.shape[-1])[_positions(source)]
+    return values.reshape(math.prod(source.lead), values.shape[-1])[positions(source)]
 
 
 def _picked(source: Source, tensors: tuple[Tensor, ...], column: Tensor) -> Tensor:
@@ -124,7 +119,7 @@ def _picked(source: Source, tensors: tuple[Tensor, ...], column: Tensor) -> Tens
     found = torch.zeros(own.shape, dtype=accumulate_dtype(source.dtype), device=source.device)
     for tile in source.tiles(tensors, None):
         tile.pick(own, found)
-    return torch.empty_like(found).index_copy_(0, _positions(source), found).view(column.shape)
+    return torch.empty_like(found).index_copy_(0, positions(source), found).view(column.shape)
 
 
 def _ordered(x: Tensor) -> Tensor:
@@ -162,7 +157,7 @@ def _local_topk(source: Source, k: int) -> Tensor:
         best = _lowest_of_best(found, held)
         values[at, :held], ids[at, :held] = found.gather(1, best), whose.gather(1, best)
     by_row = torch.stack([values, ids.to(dtype)])
-    return torch.empty_like(by_row).index_copy_(1, _positions(source), by_row)
+    return torch.empty_like(by_row).index_copy_(1, positions(source), by_row)
 
 
 def _lowest_of_best(x: Tensor, k: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental import _config as shape_config
 
-from . import eager
+from . import divergence, eager
 from .eager import LOWEST, accumulate_dtype
 from .parts import first_of, join
 
@@ -146,6 +146,76 @@ def row_grad(
                 None if b is None else b[at],
                 None if c is None else c[at],
             )
+
+
+def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+    """As `divergence.kl_stats`."""
+    parts = []
+    for at in _narrow_columns(p, q):
+        found = _compiled_pair(_kl_stats, p[:, at], q[:, at], inv_t, label=())
+        if found is None:
+            found = divergence.kl_stats(p[:, at], q[:, at], inv_t)
+        parts.append(torch.stack(found))
+    stacked = torch.stack(parts)
+    top_p, s_p, _ = join((stacked[:, 0], stacked[:, 1], None), inv_t, 0)
+    top_q, s_q, _ = join((stacked[:, 2], stacked[:, 3], None), inv_t, 0)
+    weight = (stacked[:, 0] * inv_t - torch.where(top_p == -torch.inf, 0, top_p * inv_t)).exp()
+    crossed = torch.where(weight == 0, 0, weight * stacked[:, 4]).sum(0)
+    assert s_p is not None
+    assert s_q is not None
+    return [top_p, s_p, top_q, s_q, crossed]
+
+
+def jsd_sums(x: Tensor, t: Tensor, rows: divergence.Rows) -> list[Tensor]:
+    """As `divergence.jsd_sums`."""
+    total = torch.zeros(2, len(x), dtype=rows.inv_t.dtype, device=x.device)
+    packed = torch.stack(list(rows))
+    for at in _narrow_columns(x, t):
+        found = _compiled_pair(_jsd_sums, x[:, at], t[:, at], packed, label=())
+        total += torch.stack(divergence.jsd_sums(x[:, at], t[:, at], rows) if found is None else found)
+    return list(total)
+
+
+def divergence_grad(
+    x: Tensor, t: Tensor, out: Tensor, rows: divergence.Rows, scale: Tensor, k: Tensor, kind: str
+) -> None:
+    """As `divergence.fill`."""
+    if _regular(x) and _regular(t) and _regular(out):
+        packed = torch.stack([*rows, scale, k])
+        kernel = _kernel(_divergence_fill, (kind, *_kind(x), *_kind(t), *_kind(out)))
+        if kernel(_alone(x), _alone(t), _alone(out), packed, kind) is not None:
+            return
+    for at in _blocks(x):
+        divergence.fill(x[at], t[at], out[at], rows.at(at), scale[at], k[at], kind)
+
+
+def _narrow_columns(x: Tensor, t: Tensor) -> list[slice]:
+    """Parts of the columns that are summed at once, see `WIDTH`; in eager torch few enough elements for its
+    temporaries."""
+    whole = _regular(x) and _regular(t)
+    width = _width(x.shape[1]) if whole else max(1, EAGER_ROWS // max(1, x.shape[0]))
+    return [slice(left, left + width) for left in range(0, x.shape[1], width)]
+
+
+def _compiled_pair(function: Callable[..., Any], x: Tensor, t: Tensor, more: Tensor, label: tuple[str, ...]) -> Any:
+    """The kernel of a pair of tiles; None where it does not apply."""
+    if not (_regular(x) and _regular(t)):
+        return None
+    return _kernel(function, (*label, *_kind(x), *_kind(t)))(_alone(x), _alone(t), more)
+
+
+def _kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+    return divergence.kl_stats(p, q, inv_t)
+
+
+def _jsd_sums(x: Tensor, t: Tensor, packed: Tensor) -> list[Tensor]:
+    return divergence.jsd_sums(x, t, divergence.Rows(*packed.unbind(0)))
+
+
+def _divergence_fill(x: Tensor, t: Tensor, out: Tensor, packed: Tensor, kind: str) -> bool:
+    *rows, scale, k = packed.unbind(0)
+    divergence.fill(x, t, out, divergence.Rows(*rows), scale, k, kind)
+    return True
 
 
 def _row_stats(

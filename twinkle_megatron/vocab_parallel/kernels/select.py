@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import eager
+from . import divergence, eager
 
 logger = logging.getLogger('twinkle_megatron')
 
@@ -26,11 +26,15 @@ MIN_COMPILED = 1 << 22
 
 @dataclass(frozen=True)
 class Kernels:
-    """`row_stats` and `row_grad` (see kernels/eager.py) and the largest tile they should be given; None: any."""
+    """`row_stats` and `row_grad` (see kernels/eager.py), those of two distributions (kernels/divergence.py), and the
+    largest tile they should be given; None: any."""
 
     name: str
     row_stats: Callable[..., list[torch.Tensor]]
     row_grad: Callable[..., None]
+    kl_stats: Callable[..., list[torch.Tensor]]
+    jsd_sums: Callable[..., list[torch.Tensor]]
+    divergence_grad: Callable[..., None]
     max_elements: int | None
 
 
@@ -48,7 +52,10 @@ def select(device: torch.device, rows: int, columns: int) -> Kernels:
         kernels = _compiled(device.type)
         if kernels is not None:
             return kernels
-    return Kernels('eager', eager.row_stats, eager.row_grad, CUDA_TILE if device.type == 'cuda' else CPU_TILE)
+    largest = CUDA_TILE if device.type == 'cuda' else CPU_TILE
+    return Kernels(
+        'eager', eager.row_stats, eager.row_grad, divergence.kl_stats, divergence.jsd_sums, divergence.fill, largest
+    )
 
 
 @functools.cache
@@ -59,7 +66,15 @@ def _compiled(device_type: str) -> Kernels | None:
         return None
     from . import compiled
 
-    return Kernels('compiled', compiled.row_stats, compiled.row_grad, None)
+    return Kernels(
+        'compiled',
+        compiled.row_stats,
+        compiled.row_grad,
+        compiled.kl_stats,
+        compiled.jsd_sums,
+        compiled.divergence_grad,
+        None,
+    )
 
 
 def _no_compiler(device_type: str) -> str | None:

@@ -1,0 +1,335 @@
+"""How far a student's distribution is from a teacher's, on vocabulary shards: generalised Jensen-Shannon divergence."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..groups import all_gather_rows, sum_over
+from .beside import Beside
+from .kernels import Kernels, select
+from .kernels.divergence import FORWARD, MIXED, REVERSE, Rows
+from .kernels.eager import accumulate_dtype
+from .kernels.parts import join
+from .labels import raise_pending
+from .logits import Logits, as_source
+from .once import once_only
+from .shard import VocabShard
+from .source import Source, Tile
+
+
+def generalized_jsd(
+    student: Logits,
+    teacher: Logits,
+    *,
+    shard: VocabShard,
+    beta: float,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    normalize: bool = False,
+    teacher_shard: VocabShard | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The generalised Jensen-Shannon divergence of each token `[...]`, nats (Agarwal et al., arXiv 2306.13649).
+
+    With S and T the distributions of student and teacher, logits divided by the temperature, and M = beta·T + (1 −
+    beta)·S:
+
+        0 < beta < 1:   beta·KL(T‖M) + (1 − beta)·KL(S‖M)
+        beta 0:         KL(T‖S)
+        beta 1:         KL(S‖T)
+
+    which is the convention of TRL and Twinkle. The first line tends to 0 at both ends: there it is about beta·KL(T‖S),
+    and (1 − beta)·KL(S‖T).
+
+    Args:
+        student: `[..., shard.local_size]`, this rank's columns, or a `LinearHead`; float16, bfloat16, float32 or
+            float64.
+        teacher: the same for the teacher, of the same tokens; its dtype may differ. It gets no gradient.
+        shard: which ids the student's columns are, and the tensor parallel group.
+        beta: weight of the teacher in the mixture, in [0, 1].
+        temperature: both logits are divided by it; > 0.
+        mask: bool `[...]`, False where a token does not count: its value is 0 and its gradient exactly 0, whatever the
+            logits hold there. None: all count.
+        normalize: divide by beta·(1 − beta) where 0 < beta < 1, so that the ends are no longer apart.
+        teacher_shard: which ids the teacher's columns are, where its vocabulary is another one. Only ids that both have
+            are compared, each distribution renormalised over them. Its columns have to be cut where the student's are:
+            `recut` cuts a weight anew.
+        chunk_size: columns of the vocabulary handled at once where that takes memory.
+
+    Returns:
+        float32 (float64 for float64 logits), bitwise the same on all TP ranks. Upstream gradients must be equal on all
+        TP ranks.
+
+    Never negative beyond rounding, exactly 0 for equal logits. −inf logits take no probability: for 0 < beta < 1 the
+    value is finite, at the ends +inf where the divergence is.
+
+    Collectives: for 0 < beta < 1 an all-gather of 4 numbers a token over TP and an all-reduce of 2, at the ends one
+    all-gather of 5; none backward. A `LinearHead` adds its own. Kept for backward: the logits of both, and 5 numbers a
+    token (each normaliser as two, which keeps the digits of large logits); the gradient has the dtype of the student's
+    logits.
+
+    Raises ValueError: wrong shape, dtype, beta, temperature or shard, before any collective; shards of student and
+    teacher that are cut in different places, on every rank.
+    """
+    raise_pending()
+    if not isinstance(beta, Real) or not 0 <= beta <= 1:
+        raise ValueError(f'beta must be a number in [0, 1], got {beta!r}')
+    if teacher_shard is not None and teacher_shard != shard:
+        shard, teacher_shard = common_shards(shard, teacher_shard)
+    source = as_source(student, shard, chunk_size)
+    beside = Beside(teacher, teacher_shard or shard, source.lead)
+    largest = torch.finfo(accumulate_dtype(source.dtype)).max
+    if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
+        raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
+    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != source.lead):
+        raise ValueError(f'mask must be bool {source.lead}, got {mask.dtype} {tuple(mask.shape)}')
+    ignored = None if mask is None else ~mask.to(source.device)
+    cap = beside.largest_tile(source)
+    if cap is not None and chunk_size is None and isinstance(student, Tensor):
+        source = as_source(student, shard, max(1, cap // max(1, source.rows)))  # products of few rows are slow
+    request = _Request(source, beside, shard, float(beta), 1 / float(temperature), ignored, len(source.tensors), cap)
+    value = _Divergence.apply(request, *source.tensors, *beside.tensors)
+    return value / (beta * (1 - beta)) if normalize and 0 < beta < 1 else value
+
+
+class _Request(NamedTuple):
+    source: Source
+    beside: Beside
+    shard: VocabShard
+    beta: float
+    inv_t: float
+    ignored: Tensor | None  # [*lead]
+    count: int
+    """How many of the tensors are the student's."""
+    cap: int | None
+    """Elements of the largest tile that may be read of the teacher."""
+    trained: tuple[bool, ...] = ()
+    """Which of the student's tensors get a gradient."""
+
+    @property
+    def kind(self) -> str:
+        return {0.0: FORWARD, 1.0: REVERSE}.get(self.beta, MIXED)
+
+    def bare(self) -> _Request:
+        """Without tensors, which autograd keeps."""
+        source, beside = copy.copy(self.source), copy.copy(self.beside)
+        source.tensors, beside.tensors = (), ()
+        return self._replace(source=source, beside=beside, ignored=None)
+
+
+class _Divergence(torch.autograd.Function):
+    """Per-token tensors are `[*lead]`; only the sweeps over tiles use the student's row order."""
+
+    @staticmethod
+    def forward(ctx: Any, request: _Request, *tensors: Tensor) -> Tensor:
+        source = request.source if request.ignored is None else request.source.without(request.ignored)
+        request = request._replace(source=source, trained=tuple(ctx.needs_input_grad[1 : 1 + request.count]))
+        both = tuple(t.detach() for t in tensors)
+        dtype = accumulate_dtype(source.dtype)
+        inv_t = torch.full((), request.inv_t, dtype=dtype, device=source.device)
+        kernels = select(source.device, source.rows, request.shard.true_columns)
+        with torch.autocast(source.device.type, enabled=False):
+            if math.prod(source.lead) == 0:
+                value, kept = inv_t.new_zeros(source.lead), [inv_t.new_zeros(source.lead)] * 5
+            elif request.kind == MIXED:
+                value, kept = _mixed(request, both, kernels, inv_t)
+            else:
+                value, kept = _one_sided(request, both, kernels, inv_t)
+        if request.ignored is not None:
+            value = value.masked_fill(request.ignored, 0)
+        ctx.request, ctx.has_mask = request.bare(), request.ignored is not None
+        ctx.save_for_backward(request.ignored, *kept, *tensors)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ignored, *saved = ctx.saved_tensors
+        kept, tensors = saved[:5], saved[5:]
+        count = ctx.request.count
+        with torch.no_grad():
+            needed = tuple(ctx.needs_input_grad[1 : 1 + count])
+            found = _gradients(ctx.request, ignored, kept, tuple(t.detach() for t in tensors), grads[0], needed)
+        return (None, *once_only(found, (grads[0], *tensors)), *(None for _ in tensors[count:]))
+
+
+def _mixed(request: _Request, both: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The divergence, and (m, log_s) of student and teacher and KL(S‖M)."""
+    source, beta = request.source, request.beta
+    parts = _Parts(source, 2, crossed=False, inv_t=inv_t)
+    for tile, t in _tiles(request, both, kernels):
+        found = [kernels.row_stats(x, inv_t, False, False, False, True) for x in (tile.x, t)]
+        parts.fold(tile, [stat for pair in found for stat in pair])
+    kept = parts.whole(request.shard)
+    rows = _rows(source, kept, inv_t, beta)
+    sums = torch.zeros(2, source.rows, dtype=inv_t.dtype, device=source.device)
+    for tile, t in _tiles(request, both, kernels, request.trained):
+        sums[:, tile.rows] += torch.stack(kernels.jsd_sums(tile.x, t, rows.at(tile.rows)))
+    whole = sum_over(torch.stack([source.unflatten(row) for row in sums]), request.shard.group)
+    return beta * whole[0] + (1 - beta) * whole[1], [*kept, whole[1]]
+
+
+def _one_sided(
+    request: _Request, both: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """KL(P‖Q), P the teacher for `FORWARD`, else the student; and (m, log_s) of student and teacher and the value."""
+    forward = request.kind == FORWARD
+    parts = _Parts(request.source, 2, crossed=True, inv_t=inv_t)
+    for tile, t in _tiles(request, both, kernels, request.trained):
+        p, q = (t, tile.x) if forward else (tile.x, t)
+        parts.fold(tile, kernels.kl_stats(p, q, inv_t))
+    m_p, log_s_p, m_q, log_s_q, mean = parts.whole(request.shard)
+    value = mean - ((m_p - m_q) + (log_s_p - log_s_q))
+    value = torch.where(value.isnan() & (mean == torch.inf), torch.inf, value)
+    kept = [m_q, log_s_q, m_p, log_s_p] if forward else [m_p, log_s_p, m_q, log_s_q]
+    return value, [*kept, value]
+
+
+class _Parts:
+    """Online sums of two distributions over tiles of columns: of each (max, Σ exp), and where they are `crossed` the
+    sum of differences that the first one's exponentials weigh."""
+
+    def __init__(self, source: Source, distributions: int, crossed: bool, inv_t: Tensor) -> None:
+        shape = (2 * distributions + crossed, source.rows)
+        self._state = torch.zeros(shape, dtype=inv_t.dtype, device=source.device)
+        self._state[: 2 * distributions : 2] = -torch.inf
+        self._source, self._inv_t = source, inv_t
+
+    def fold(self, tile: Tile, found: Sequence[Tensor]) -> None:
+        new = torch.stack(list(found))
+        if tile.columns.start > 0:
+            new = self._join(torch.stack([self._state[:, tile.rows], new]))
+        self._state[:, tile.rows] = new
+
+    def whole(self, shard: VocabShard) -> list[Tensor]:
+        """Over all ranks `[*lead]`: m and log Σ exp(y − m) of each, and the weighed mean difference. One all-gather."""
+        mine = torch.stack([self._source.unflatten(row) for row in self._state])
+        top_p, s_p, top_q, s_q, *crossed = self._join(all_gather_rows(mine, shard.group))
+        found = [top_p * self._inv_t, s_p.log(), top_q * self._inv_t, s_q.log()]
+        return [*found, *(sums / s_p for sums in crossed)]
+
+    def _join(self, parts: Tensor) -> Tensor:
+        """`[parts, k, ...]` as `[k, ...]`."""
+        out = []
+        for first in (0, 2):
+            top, s, _ = join((parts[:, first], parts[:, first + 1], None), self._inv_t, 0)
+            assert s is not None
+            out += [top, s]
+        if parts.shape[1] == 5:
+            shift = parts[:, 0] * self._inv_t - torch.where(out[0] == -torch.inf, 0, out[0] * self._inv_t)
+            weight = shift.exp()
+            out.append(torch.where(weight == 0, 0, weight * parts[:, 4]).sum(0))
+        return torch.stack(out)
+
+
+def _tiles(request: _Request, both: tuple[Tensor, ...], kernels: Kernels, trained: tuple[bool, ...] = ()) -> Any:
+    """Tiles of the student, each with the teacher's logits."""
+    source, count = request.source, request.count
+    read = request.beside.reader(both[count:], source)
+    for tile in source.tiles(both[:count], _smaller(kernels.max_elements, request.cap), trained):
+        yield tile, read(tile.rows, tile.columns)
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    return min((size for size in (one, other) if size is not None), default=None)
+
+
+def _rows(source: Source, kept: Sequence[Tensor], inv_t: Tensor, beta: float) -> Rows:
+    """The kernels' numbers, in the source's row order."""
+    m_x, log_s_x, m_t, log_s_t = (source.flatten(row) for row in kept[:4])
+    return Rows(inv_t.expand_as(m_x), torch.full_like(m_x, beta), m_x, log_s_x, m_t, log_s_t)
+
+
+def _gradients(
+    request: _Request,
+    ignored: Tensor | None,
+    kept: Sequence[Tensor],
+    both: tuple[Tensor, ...],
+    grad: Tensor,
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Of the student's tensors."""
+    source, count = request.source, request.count
+    kernels = select(source.device, source.rows, request.shard.true_columns)
+    inv_t = torch.full((), request.inv_t, dtype=kept[0].dtype, device=source.device)
+    scale = grad.to(inv_t.dtype) * inv_t * (1 - request.beta if request.kind == MIXED else 1.0)
+    scale = source.flatten(scale if ignored is None else scale.masked_fill(ignored, 0))
+    rows, k = _rows(source, kept, inv_t, request.beta), source.flatten(kept[4])
+    with torch.autocast(source.device.type, enabled=False):
+        read = request.beside.reader(both[count:], source)
+
+        def fill(tile: Tile, out: Tensor) -> None:
+            at = tile.rows
+            kernels.divergence_grad(tile.x, read(at, tile.columns), out, rows.at(at), scale[at], k[at], request.kind)
+
+        return source.gradients(both[:count], needed, fill, _smaller(kernels.max_elements, request.cap))
+
+
+def common_shards(shard: VocabShard, other: VocabShard) -> tuple[VocabShard, VocabShard]:
+    """Both shards restricted to the ids that both vocabularies have, where they are cut in the same places.
+
+    ValueError on every rank where they are not. Collective over the group the first time.
+    """
+    common = min(shard.vocab_size, other.vocab_size)
+    mine, theirs = replace(shard, vocab_size=common), replace(other, vocab_size=common)
+    cuts = _cuts(mine, theirs)
+    if cuts[0] != cuts[1]:
+        raise ValueError(
+            f'teacher_shard must be cut where shard is, but the ranks hold the ids {cuts[1]} of the teacher and '
+            f'{cuts[0]} of the student (of {common} that both have); cut the weight of a LinearHead anew with '
+            'recut(weight, teacher_shard, shard), or give teacher logits of a layer that is padded like the student'
+        )
+    return mine, theirs
+
+
+@functools.lru_cache(maxsize=64)
+def _cuts(mine: VocabShard, theirs: VocabShard) -> tuple[list[str], list[str]]:
+    """On every rank, of each shard the ranges of all ranks that hold true ids."""
+    row = [end for one in (mine, theirs) for end in (one.start, one.start + one.true_columns)]
+    table = all_gather_rows(torch.tensor(row), mine.group).tolist()
+    return tuple(  # type: ignore[return-value]
+        [f'[{r[i]}, {r[i + 1]})' if r[i] < r[i + 1] else 'none' for r in table] for i in (0, 2)
+    )
+
+
+def recut(rows: Tensor, held: VocabShard, wanted: VocabShard) -> Tensor:
+    """Rows of a weight `[held.local_size, ...]` (or of a bias) cut for another shard, `[wanted.local_size, ...]`.
+
+    For a teacher whose output layer is padded differently: its ids are dealt to the ranks as the student's are. Ids
+    that nobody holds are zeros. Not differentiable. Collective over `held.group`: one broadcast a rank, of its rows.
+    """
+    if held.size != wanted.size:
+        raise ValueError(f'recut must be within one group, got {held.size} and {wanted.size} ranks')
+    if len(rows) != held.local_size:
+        raise ValueError(f'rows must be the {held.local_size} that held says, got {len(rows)}')
+    ranges = all_gather_rows(torch.tensor([held.start, held.stop]), held.group).tolist()
+    out = rows.new_zeros(wanted.local_size, *rows.shape[1:])
+    for rank, (start, stop) in enumerate(ranges):
+        part = _from_rank(rows, rank, stop - start, held)
+        first, last = max(start, wanted.start), min(stop, wanted.stop)
+        if first < last:
+            out[first - wanted.start : last - wanted.start] = part[first - start : last - start]
+    return out
+
+
+def _from_rank(rows: Tensor, rank: int, count: int, held: VocabShard) -> Tensor:
+    """The rows of one rank of the group, on all of them."""
+    from ..groups import group_device, group_rank
+
+    if held.size == 1:
+        return rows
+    mine = group_rank(held.group) == rank
+    device = group_device(held.group)
+    part = rows.detach().to(device).contiguous() if mine else rows.new_empty(count, *rows.shape[1:], device=device)
+    group = held.group
+    assert group is not None
+    torch.distributed.broadcast(part, src=torch.distributed.get_global_rank(group, rank), group=group)
+    return part.to(rows.device)

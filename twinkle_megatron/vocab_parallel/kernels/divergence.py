@@ -1,0 +1,88 @@
+"""The kernels of two distributions, on a tile of logits of each: sums over its columns, and the gradient.
+
+Logits x of the student and t of the teacher `[R, C]` may differ in dtype. With y = logits · inv_t and `rows` the
+per-row numbers, log-probs are log S = (y_x − m_x) − log_s_x and log T likewise. M = beta·T + (1 − beta)·S.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORWARD, REVERSE, MIXED = 'KL(T|S)', 'KL(S|T)', 'JSD'
+"""Which divergence: those of beta 0 and 1, and those between."""
+
+
+class Rows(NamedTuple):
+    """Per row `[R]`, in the accumulation dtype: inv_t, beta and the normalisers, m and log Σ exp(y − m) of both."""
+
+    inv_t: Tensor
+    beta: Tensor
+    m_x: Tensor
+    log_s_x: Tensor
+    m_t: Tensor
+    log_s_t: Tensor
+
+    def at(self, rows: slice) -> Rows:
+        return Rows(*(row[rows] for row in self))
+
+
+def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+    """For KL(P‖Q) in one pass: max p, Σ exp(y_p − m_p), max q, Σ exp(y_q − m_q) and Σ exp(y_p − m_p)·(y_p − y_q), each
+    `[R]`; where P is 0 nothing is added."""
+    a, b = p.to(inv_t.dtype), q.to(inv_t.dtype)
+    top_p, top_q = a.amax(-1), b.amax(-1)
+    y, z = a * inv_t, b * inv_t
+    e = (y - _finite(top_p * inv_t)[:, None]).exp()
+    s_q = (z - _finite(top_q * inv_t)[:, None]).exp().sum(-1)
+    return [top_p, e.sum(-1), top_q, s_q, torch.where(e > 0, e * (y - z), 0).sum(-1)]
+
+
+def jsd_sums(x: Tensor, t: Tensor, rows: Rows) -> list[Tensor]:
+    """Σ T·(log T − log M) and Σ S·(log S − log M), each `[R]`, exactly 0 where S = T."""
+    log_s, log_t = _log_probs(x, t, rows)
+    teacher, student = _over_mixture(log_s, log_t, rows)
+    s, p = log_s.exp(), log_t.exp()
+    return [torch.where(p > 0, p * teacher, 0).sum(-1), torch.where(s > 0, s * student, 0).sum(-1)]
+
+
+def gradient(x: Tensor, t: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: str) -> Tensor:
+    """scale · ∂D/∂y_x `[R, C]`: S·(log S − log M − k) with k = KL(S‖M) for `MIXED` (without its factor 1 − beta),
+    S·(log S − log T − k) with k = KL(S‖T) for `REVERSE`, S − T for `FORWARD`. Rows of scale 0 are exact zeros."""
+    log_s, log_t = _log_probs(x, t, rows)
+    s = log_s.exp()
+    if kind == FORWARD:
+        g = s - log_t.exp()
+    else:
+        away = _over_mixture(log_s, log_t, rows)[1] if kind == MIXED else log_s - log_t
+        g = torch.where(s > 0, s * (away - k[:, None]), 0)
+    return torch.where(scale[:, None] != 0, scale[:, None] * g, 0)
+
+
+def fill(x: Tensor, t: Tensor, out: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: str) -> None:
+    """Writes `gradient` into `out`, which may be `x` itself."""
+    out.copy_(gradient(x, t, rows, scale, k, kind))
+
+
+def _log_probs(x: Tensor, t: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    inv_t, _, m_x, log_s_x, m_t, log_s_t = (row[:, None] for row in rows)
+    dtype = rows.inv_t.dtype
+    return (x.to(dtype) * inv_t - m_x) - log_s_x, (t.to(dtype) * inv_t - m_t) - log_s_t
+
+
+def _over_mixture(log_s: Tensor, log_t: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """log T − log M and log S − log M.
+
+    With d = log S − log T both are ±max(±d, 0) − log(1 + w·(exp(−|d|) − 1)), w the weight of the smaller one: nothing
+    overflows, and small d keep their digits. Where one is −∞ the other's is −log of its own weight.
+    """
+    beta = rows.beta[:, None]
+    d = log_s - log_t
+    q = torch.log1p(torch.where(d > 0, beta, 1 - beta) * torch.expm1(-d.abs()))
+    return -d.clamp(min=0) - q, d.clamp(max=0) - q
+
+
+def _finite(m: Tensor) -> Tensor:
+    return torch.where(m == -torch.inf, 0, m)
