@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo test test-all test-gpu lint format bench venv clean
+.PHONY: help demo demo-grpo demo-dpo test test-all test-gpu lint format bench venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -18,6 +18,9 @@ help: ## this list
 	@echo 'settings of `make demo-grpo`: TP and PP as above, and'
 	@echo '  LOSS=NAME   grpo, gspo, sapo, cispo, bnpo or dr-grpo; default: grpo'
 	@echo
+	@echo 'settings of `make demo-dpo`: TP and PP as above, and'
+	@echo '  LOSS=NAME   dpo, simpo, cpo or orpo; default: dpo'
+	@echo
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo
 	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
@@ -28,6 +31,9 @@ demo: venv ## train a small GPT, TP 2 x PP 2, four processes; the loss curve is 
 
 demo-grpo: venv ## train a small GPT by GRPO on what it samples, three seeds; rewards and a picture are left in runs/
 	@$(python) -m launch.demo_grpo --tp "$${TP:-2}" --pp "$${PP:-2}" $${LOSS:+"--loss=$$LOSS"}
+
+demo-dpo: venv ## train a small GPT to prefer real sentences to shuffled ones; margins and a picture are left in runs/
+	@$(python) -m launch.demo_dpo --tp "$${TP:-2}" --pp "$${PP:-2}" $${LOSS:+"--loss=$$LOSS"}
 
 test: venv ## the tests, under 8 minutes on 2 cores
 	@$(pytest) -q -m 'not long'

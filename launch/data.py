@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,16 +87,21 @@ def split(documents: list[Document]) -> tuple[list[Document], list[Document]]:
         raise DataError('needs at least 2 different documents, one of them to hold out, and there is only 1')
     sizes = {key: sum(len(turn.text) for d in same for turn in d) for key, same in sorted(by_hash.items())}
     budget = min(HELD_OUT_SHARE * sum(sizes.values()), HELD_OUT_CHARACTERS)
-    largest = budget / 4  # held-out text of several documents says more than one long one
+    chosen = hold_out(sizes, budget, budget / 4)  # text of several documents says more than one long one
+    parts = ([d for key in sizes if (key in chosen) is held_out for d in by_hash[key]] for held_out in (False, True))
+    train, held_out = parts
+    return train, held_out
+
+
+def hold_out(sizes: Mapping[str, int], budget: float, largest: float) -> set[str]:
+    """Which of the keys to hold out: the first that fit, each of a size of at most `largest`, together of `budget`; at
+    least the smallest one."""
     chosen = set()
     for key, size in sizes.items():
         if size <= min(budget, largest):
             chosen.add(key)
             budget -= size
-    chosen = chosen or {min(sizes, key=lambda key: sizes[key])}
-    parts = ([d for key in sizes if (key in chosen) is held_out for d in by_hash[key]] for held_out in (False, True))
-    train, held_out = parts
-    return train, held_out
+    return chosen or {min(sizes, key=lambda key: sizes[key])}
 
 
 def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:

@@ -14,47 +14,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from launch import demo_report, task, weights
-from launch.data import read_tokenizer
-from launch.lines import DataError
-from launch.options import POLICY_LOSSES
+from launch import demo, demo_report, task
+from launch.kinds import ROLLOUTS
 from launch.prepare import device_for
 
-ROOT = Path(__file__).parents[1]
 TEMPERATURE = 1.0
-
-
-class Failed(Exception):
-    """A program that the demo started failed, and has said why."""
 
 
 def main() -> None:
     args = _parser().parse_args()
-    since = time.perf_counter()
-    try:
-        demo = Demo(args)
-        demo.pretrain()
-        demo.sample_before()
-        demo.train()
-        demo.sample_after()
-    except (DataError, OSError) as e:
-        sys.exit(f'{e}')
-    except Failed:
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    demo_report.report(demo.folder, args.seeds, demo.examples())
-    print(f'time           {time.perf_counter() - since:.0f} s')
+    demo.carry_out(lambda: steps(args))
+
+
+def steps(args: argparse.Namespace) -> None:
+    """The whole demo."""
+    this = GRPODemo(args)
+    this.learn_language()
+    this.sample_before()
+    this.train()
+    this.sample_after()
+    demo_report.report(this.folder, args.seeds, this.examples())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,39 +57,31 @@ def _parser() -> argparse.ArgumentParser:
         ('log-every', 8, 'steps between two lines of figures'),
     ):
         parser.add_argument(f'--{name}', type=int, default=default, metavar='N', help=f'{what} ({default})')
-    parser.add_argument('--loss', choices=POLICY_LOSSES, default='grpo', help='loss of the rollouts (grpo)')
+    parser.add_argument('--loss', choices=ROLLOUTS.losses, default='grpo', help='loss of the rollouts (grpo)')
     parser.add_argument('--seeds', type=int, nargs='+', default=[1, 2, 3], metavar='N', help='(1 2 3)')
     parser.add_argument('--folder', type=Path, default=Path('runs/demo-grpo'), help='for all files (runs/demo-grpo)')
     return parser
 
 
-class Demo:
-    """The steps of the demo, and the files that they hand on."""
+class GRPODemo(demo.Demo):
+    """The steps of this demo."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.folder = args, args.folder
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.base = self.folder / 'base.npz'
-        self._layout = [f'--tp={args.tp}', f'--pp={args.pp}']
+        super().__init__(args.folder, args.tp, args.pp)
+        self.args = args
         lines = task.code_lines(args.lines + 3 * (args.prompts + args.held_out) // 2)  # not every line gives a prompt
         self._text, self._beginnings = lines[: args.lines], lines[args.lines :]
 
-    def pretrain(self) -> None:
+    def learn_language(self) -> None:
         """Trains the model that everything starts from."""
-        if self.base.exists():
-            return _say(f'model     {self.base} is there; delete it to train it anew')
-        _say(f'model     is trained on {len(self._text):,} lines of the standard library')
-        path = self.folder / 'lines.jsonl'
-        path.write_text(''.join(json.dumps({'text': line}) + '\n' for line in self._text))
         sizes = ['--vocab-size=1000', '--seq-length=32', '--micro-batch-size=32']
-        steps = [f'--steps={self.args.pretrain_steps}', '--log-every=20', f'--eval-every={self.args.pretrain_steps}']
-        return self._local('pretraining', f'--data={path}', *sizes, *steps, f'--save-weights={self.base}')
+        self.pretrain(self._text, 'lines of the standard library', self.args.pretrain_steps, *sizes)
 
     def sample_before(self) -> None:
         """Completions of the model as it is: held-out ones, and those to train on, which are scored too."""
         n, held_out = self.args.prompts, self.args.held_out
-        prompts = task.prompts_of(self._beginnings, self._tokenizer(), n + held_out)
-        _say(f'rollouts  are sampled for {n} prompts, completions for {held_out} held-out ones, with each seed')
+        prompts = task.prompts_of(self._beginnings, self.tokenizer(), n + held_out)
+        demo.say(f'rollouts  are sampled for {n} prompts, completions for {held_out} held-out ones, with each seed')
         self._write_prompts('prompts.jsonl', prompts[:n])
         self._write_prompts('held-out.jsonl', prompts[n : n + held_out])
         self._sample(
@@ -116,10 +92,10 @@ class Demo:
     def train(self) -> None:
         """Trains on the rollouts of each seed."""
         for seed in self.args.seeds:
-            _say(f'{self.args.loss:9} trains on the rollouts of seed {seed}')
+            demo.say(f'{self.args.loss:9} trains on the rollouts of seed {seed}')
             batch = ['--seq-length=48', '--micro-batch-size=32', '--micro-batches=4', '--packed']
             pace = [f'--epochs={self.args.epochs}', '--lr=1e-3', '--clip-range=0.4']  # one file has to lead far
-            self._local(
+            self.local(
                 f'seed-{seed}',
                 f'--loss={self.args.loss}',
                 f'--data={self.folder / f"rollouts-{seed}.jsonl"}',
@@ -133,21 +109,18 @@ class Demo:
 
     def sample_after(self) -> None:
         """Completions of the trained models."""
-        _say('held out  completions are sampled again')
+        demo.say('held out  completions are sampled again')
         seeds = self.args.seeds
         self._sample([self._job(self.folder / f'seed-{s}.npz', 'held-out', s, 4, f'after-{s}') for s in seeds])
 
     def examples(self) -> list[tuple[str, str, str]]:
         """Some held-out prompts with what the first seed made of them before and after, as text."""
-        tokenizer, found = self._tokenizer(), []
+        tokenizer, found = self.tokenizer(), []
         before, after = (_rollouts(self.folder / f'{when}-{self.args.seeds[0]}.jsonl') for when in ('before', 'after'))
         for one, other in list(zip(before, after))[: 4 * 6 : 4]:
             ids = one['prompt'][1:], one['completion'], other['completion']
             found.append(tuple(tokenizer.decode(part) for part in ids))
         return found
-
-    def _tokenizer(self) -> Tokenizer:
-        return read_tokenizer(weights.read_about(self.base).tokenizer)
 
     def _write_prompts(self, name: str, prompts: Sequence[list[int]]) -> None:
         (self.folder / name).write_text(''.join(json.dumps({'prompt': prompt}) + '\n' for prompt in prompts))
@@ -170,8 +143,8 @@ class Demo:
         path.write_text(json.dumps(jobs, indent=1))
         torchrun = [sys.executable, '-m', 'launch.processes', '--standalone', '--nproc-per-node', '2']
         cpu = {} if device_for(self.args.tp * self.args.pp) == 'cuda' else {'CUDA_VISIBLE_DEVICES': ''}
-        self._run([*torchrun, '-m', 'launch.sample', str(path)], OMP_NUM_THREADS='1', **cpu)
-        tokenizer = self._tokenizer()
+        self.run([*torchrun, '-m', 'launch.sample', str(path)], OMP_NUM_THREADS='1', **cpu)
+        tokenizer = self.tokenizer()
         for job in jobs:
             out = Path(job['out'])
             header, *lines = out.read_text().splitlines()
@@ -181,24 +154,9 @@ class Demo:
                 lines[i] = json.dumps(rollout)
             out.write_text('\n'.join([header, *lines]) + '\n')
 
-    def _local(self, name: str, *options: str) -> None:
-        """`launch/local.sh`, with its run in the folder of the demo."""
-        where = [f'--runs={self.folder}', f'--name={name}']
-        self._run([str(ROOT / 'launch/local.sh'), *self._layout, *where, *options], PYTHON=sys.executable)
-
-    def _run(self, command: list[str], **env: str) -> None:
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
-        done = subprocess.run(command, env={**os.environ, 'PYTHONPATH': path, **env}, check=False)
-        if done.returncode:
-            raise Failed
-
 
 def _rollouts(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
-
-
-def _say(line: str) -> None:
-    print(f'\n== {line}', flush=True)
 
 
 if __name__ == '__main__':

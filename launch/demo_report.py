@@ -9,29 +9,24 @@ from typing import Any
 
 import numpy as np
 
-INTERVAL = 1.96
-"""Standard errors on both sides of a mean: an interval of 95%."""
+from launch.intervals import INTERVAL, WHEN, compared, head, row
 
 
 def report(folder: Path, seeds: Sequence[int], examples: Sequence[tuple[str, str, str]]) -> None:
     """Prints rewards before and after, writes them to `result.json` and draws `demo.png`."""
-    rewards = {when: np.stack([_of_prompts(folder / f'{when}-{s}.jsonl', 'reward') for s in seeds]) for when in _WHEN}
-    lengths = {when: np.mean([_of_prompts(folder / f'{when}-{s}.jsonl', 'tokens') for s in seeds]) for when in _WHEN}
-    rows = [(f'seed {seed}', *(rewards[when][i] for when in _WHEN)) for i, seed in enumerate(seeds)]
-    rows.append(('all seeds', *(rewards[when].mean(0) for when in _WHEN)))
-    result = {name: _compared(before, after) for name, before, after in rows}
+    rewards = {when: np.stack([_of_prompts(folder / f'{when}-{s}.jsonl', 'reward') for s in seeds]) for when in WHEN}
+    lengths = {when: np.mean([_of_prompts(folder / f'{when}-{s}.jsonl', 'tokens') for s in seeds]) for when in WHEN}
+    rows = [(f'seed {seed}', *(rewards[when][i] for when in WHEN)) for i, seed in enumerate(seeds)]
+    rows.append(('all seeds', *(rewards[when].mean(0) for when in WHEN)))
+    result = {name: compared(before, after) for name, before, after in rows}
     last = {f'seed {seed}': _metrics(folder, seed)[-1] for seed in seeds}
     prompts = rewards['before'].shape[1]
     print(
         f'\nreward of completions of {prompts} held-out prompts: mean over prompts ± {INTERVAL} standard errors\n'
-        '(all seeds: of the mean that each prompt has over the seeds)\n\n'
-        f'{"":11}{"before":>15}  {"after":>15}  {"difference":>16}'
+        f'(all seeds: of the mean that each prompt has over the seeds)\n\n{head()}'
     )
     for name, figures in result.items():
-        before, after, more = (figures[key] for key in (*_WHEN, 'difference'))
-        print(
-            f'{name:11}{_text(before):>15}  {_text(after):>15}  {_text(more, sign=True):>16}{_policy(last.get(name))}'
-        )
+        print(row(name, figures) + _policy(last.get(name)))
     print(f'\n{"a prompt":32}{"before":>28}  after')
     for prompt, before, after in examples:
         print(f'{prompt:32}{before:>28}  {after}')
@@ -45,10 +40,6 @@ def report(folder: Path, seeds: Sequence[int], examples: Sequence[tuple[str, str
     )
 
 
-_WHEN = ('before', 'after')
-Interval = dict[str, float]
-
-
 def _of_prompts(path: Path, what: str) -> np.ndarray:
     """The mean over the completions of each prompt, `[prompts]`."""
     found: dict[int, list[float]] = {}
@@ -58,21 +49,6 @@ def _of_prompts(path: Path, what: str) -> np.ndarray:
             rollout['reward'] if what == 'reward' else len(rollout['completion'])
         )
     return np.array([np.mean(values) for values in found.values()])
-
-
-def interval(values: np.ndarray) -> Interval:
-    """The mean, and 1.96 standard errors of it."""
-    spread = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-    return {'mean': float(values.mean()), 'plus_or_minus': INTERVAL * spread / len(values) ** 0.5}
-
-
-def _compared(before: np.ndarray, after: np.ndarray) -> dict[str, Interval]:
-    return {'before': interval(before), 'after': interval(after), 'difference': interval(after - before)}
-
-
-def _text(of: Interval, sign: bool = False) -> str:
-    mean = f'{of["mean"]:+.3f}' if sign else f'{of["mean"]:.3f}'
-    return f'{mean} ± {of["plus_or_minus"]:.3f}'
 
 
 def _policy(last: dict[str, Any] | None) -> str:
@@ -89,8 +65,8 @@ def draw(path: Path, result: dict[str, Any], runs: dict[str, list[dict[str, Any]
 
     figure = Figure(figsize=(9, 6.5), layout='constrained')
     grid = figure.add_gridspec(2, 2)
-    left, right = figure.add_subplot(grid[:, 0]), [figure.add_subplot(grid[row, 1]) for row in (0, 1)]
-    for i, when in enumerate(_WHEN):
+    left, right = figure.add_subplot(grid[:, 0]), [figure.add_subplot(grid[k, 1]) for k in (0, 1)]
+    for i, when in enumerate(WHEN):
         of = [result[name][when] for name in (*runs, 'all seeds')]
         bars = left.bar(
             [place + 0.4 * (i - 0.5) for place in range(len(of))],

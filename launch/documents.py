@@ -65,6 +65,8 @@ def read_documents(path: Path) -> list[Document]:
 def _document(record: dict[str, Any]) -> Document:
     if 'completion' in record:
         raise DataError('has a "completion" as rollouts have; train on these with --loss grpo')
+    if 'chosen' in record and 'rejected' in record:
+        raise DataError('has "chosen" and "rejected" as pairs have; train on these with --loss dpo')
     forms = [key for key in ('text', 'messages', 'prompt', 'response') if key in record]
     if forms == ['text']:
         return (Turn(text_of(record, 'text')),)

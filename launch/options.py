@@ -9,22 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from launch import weights
+from launch.kinds import LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
 
 DEFAULT_NAME = 'python-reference'
-CROSS_ENTROPY = 'cross-entropy'
-POLICY_LOSSES = ('grpo', 'gspo', 'sapo', 'cispo', 'bnpo', 'dr-grpo')
 SIZES = {'layers': 4, 'hidden_size': 128, 'heads': 4}
-TEXT_ONLY = {'vocab_size': 8000, 'eval_every': 50}
-POLICY_ONLY = {
-    'clip_range': 0.2,
-    'clip_range_high': None,
-    'beta': 0.0,
-    'entropy_coef': 0.0,
-    'advantages': 'group',
-    'packed': False,
-}
-STEPS, POLICY_EPOCHS = 250, 2
-RATE, POLICY_RATE = 2e-3, 5e-4
 Option = tuple[str, Any, Any, str]
 
 
@@ -40,14 +28,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     stem = args.data.stem if args.data else DEFAULT_NAME
     layout = f'tp{args.tp}-pp{args.pp}' + (f'-dp{args.dp}' if args.dp > 1 else '')
     layout += '' if args.head == 'auto' else f'-{args.head}'
-    layout = f'{args.loss}-{layout}' if is_policy(args) else layout
+    layout = layout if LOSSES[args.loss] is TEXT else f'{args.loss}-{layout}'
     args.run = args.runs / (args.name or f'{stem}-{layout}')
     return args
-
-
-def is_policy(args: argparse.Namespace) -> bool:
-    """Whether the loss is one of rollouts, and not of text."""
-    return args.loss != CROSS_ENTROPY
 
 
 def steps_of(args: argparse.Namespace, samples: int) -> int:
@@ -60,11 +43,15 @@ def steps_of(args: argparse.Namespace, samples: int) -> int:
 def _options() -> dict[str, list[Option]]:
     size, share, positive = _number(int, 1), _number(float, 0), _number(float, 0, above=True)
     not_negative = _number(float, 0)
+    text, grpo, dpo, simpo, cpo = (OPTIONS[loss] for loss in ('cross-entropy', 'grpo', 'dpo', 'simpo', 'cpo'))
+    of_each = '{:g}; of rollouts {:g}; of pairs {:g}'.format
     return {
         'data': [
-            ('data', Path, None, "JSON lines to train on: text (default: Python's language reference) or rollouts"),
-            ('vocab-size', _number(int, 300), TEXT_ONLY['vocab_size'], 'entries of the BPE vocabulary, at most'),
-            ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents are cut'),
+            ('data', Path, None, "JSON lines to train on: text (default: Python's language reference), rollouts or"
+             ' pairs'),
+            ('vocab-size', _number(int, 300), text['vocab_size'], 'entries of the BPE vocabulary, at most'),
+            ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents are cut, longer'
+             ' pairs left out'),
         ],
         'layout': [
             ('tp', size, 1, 'tensor parallel size'),
@@ -79,31 +66,48 @@ def _options() -> dict[str, list[Option]]:
             ('head', _one_of('auto', 'logits', 'linear'), 'auto', "whether logits are built: 'linear' never does"),
         ],
         'training': [
-            ('loss', _one_of(CROSS_ENTROPY, *POLICY_LOSSES), CROSS_ENTROPY, 'cross-entropy trains on text, the others'
-             f' on rollouts: {", ".join(POLICY_LOSSES)}'),
-            ('steps', size, f'{STEPS}; of rollouts as --epochs says', 'optimizer steps'),
-            ('epochs', size, f'{POLICY_EPOCHS} of rollouts', 'times to go over the data, in place of --steps'),
-            ('micro-batch-size', size, 4, 'samples of a micro-batch'),
+            ('loss', _one_of(*LOSSES), TEXT.losses[0], f'{TEXT.losses[0]} trains on text; {", ".join(ROLLOUTS.losses)}'
+             f' on rollouts; {", ".join(PAIRS.losses)} on pairs'),
+            ('steps', size, f'{TEXT.steps}; of rollouts and pairs as --epochs says', 'optimizer steps'),
+            ('epochs', size, f'{ROLLOUTS.epochs} of rollouts; {PAIRS.epochs} of pairs', 'times to go over the data, in'
+             ' place of --steps'),
+            ('micro-batch-size', size, 4, 'samples of a micro-batch; a pair is one'),
             ('micro-batches', size, 2, 'micro-batches of a step, over all of dp'),
-            ('lr', positive, f'{RATE:g}; of rollouts {POLICY_RATE:g}', 'highest learning rate, which then falls along'
-             ' a cosine to a tenth'),
+            ('lr', positive, of_each(TEXT.lr, ROLLOUTS.lr, PAIRS.lr), 'highest learning rate, which then falls along a'
+             ' cosine to a tenth'),
             ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
             ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),
             ('clip-grad', positive, 1.0, 'highest gradient norm'),
             ('seed', _number(int, 0), 1234, 'of the weights and of the order of the samples'),
         ],
         'losses of rollouts (docs/rollouts.md tells what the file must hold)': [
-            ('clip-range', not_negative, POLICY_ONLY['clip_range'], 'how far from 1 a ratio still counts'),
+            ('clip-range', not_negative, grpo['clip_range'], 'how far from 1 a ratio still counts'),
             ('clip-range-high', not_negative, 'that of --clip-range', 'the same, above 1'),
-            ('beta', not_negative, POLICY_ONLY['beta'], 'weight of the KL divergence to the weights of the start'),
-            ('entropy-coef', not_negative, POLICY_ONLY['entropy_coef'], 'weight of the entropy'),
-            ('advantages', _one_of('group', 'batch', 'none'), POLICY_ONLY['advantages'], 'whose standard deviation'
-             ' divides the rewards less the mean of their group: group, batch or none'),
+            ('entropy-coef', not_negative, grpo['entropy_coef'], 'weight of the entropy'),
+            ('advantages', _one_of('group', 'batch', 'none'), grpo['advantages'], 'whose standard deviation divides the'
+             ' rewards less the mean of their group: group, batch or none'),
+        ],
+        'losses of pairs (docs/pairs.md tells what the file must hold)': [
+            ('held-out', Path, None, 'pairs to measure by, like --data; default: a tenth of those in --data'),
+            ('reference-cache', Path, None, 'folder to keep the log-probs of the reference in'),
+            ('loss-type', _one_of('sigmoid', 'hinge', 'ipo', 'kto'), dpo['loss_type'], 'of dpo: sigmoid, hinge, ipo or'
+             ' kto'),
+            ('label-smoothing', not_negative, dpo['label_smoothing'], 'of dpo, sigmoid: share of the pairs taken to be'
+             ' the wrong way round, at most 0.5'),
+            ('sft-weight', not_negative, dpo['sft_weight'], 'of dpo: weight of the likelihood of chosen responses'),
+            ('cpo-alpha', not_negative, cpo['cpo_alpha'], 'of cpo: the same'),
+            ('gamma', not_negative, simpo['gamma'], 'of simpo: the margin that is asked for'),
+        ],
+        'losses of both': [
+            ('beta', not_negative, f'{grpo["beta"]:g} of rollouts; {dpo["beta"]:g} of pairs, but {simpo["beta"]:g} of'
+             ' simpo', 'of rollouts: weight of the KL divergence to the weights of the start; of pairs: how sharply'
+             ' they are told apart, of orpo the weight of that'),
             ('packed', bool, None, 'a micro-batch is one packed row, without padding'),
         ],
         'output': [
             ('log-every', size, 10, 'steps between two lines of figures'),
-            ('eval-every', size, TEXT_ONLY['eval_every'], 'steps between two held-out losses'),
+            ('eval-every', size, f'{text["eval_every"]}; of pairs {dpo["eval_every"]}', 'steps between two looks at'
+             ' what is held out'),
             ('save-weights', Path, None, 'file that the weights are written to at the end'),
             ('runs', Path, Path('runs'), 'folder of all runs'),
             ('name', str, None, 'folder of this run in there; default: made from the data and the layout'),
@@ -118,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         description='Trains a small GPT with Megatron-Core, split over tp * pp * dp processes on this machine.',
         allow_abbrev=False,
     )
-    later = {*SIZES, *TEXT_ONLY, *POLICY_ONLY, 'steps', 'epochs', 'lr'}  # what they are depends on others
+    later = {*SIZES, 'steps', 'epochs', 'lr'}.union(*OPTIONS.values())  # what they are depends on others
     for title, options in _options().items():
         group = parser.add_argument_group(title)
         for name, kind, default, what in options:
@@ -165,26 +169,25 @@ def _number(kind: type[int] | type[float], least: float, above: bool = False) ->
 
 def _complete(args: argparse.Namespace) -> None:
     """Gives every option that was left out the default that suits the loss and the weights."""
-    policy = is_policy(args)
-    kind = 'text, with --loss cross-entropy' if policy else f'rollouts, with --loss {", ".join(POLICY_LOSSES)}'
-    unused = TEXT_ONLY if policy else POLICY_ONLY
-    for name in unused:
-        if getattr(args, name) is not None:
-            raise ValueError(f'{_flag(name)} is for {kind}, got --loss {args.loss}')
-    if policy and args.data is None:
-        raise ValueError(
-            f'--loss {args.loss} needs --data FILE, the rollouts; docs/rollouts.md tells what it must hold'
-        )
-    if policy and args.init_weights is None:
-        raise ValueError(f'--loss {args.loss} needs --init-weights FILE, the policy that sampled the rollouts')
+    kind, own = LOSSES[args.loss], OPTIONS[args.loss]
+    for name in dict.fromkeys(name for options in OPTIONS.values() for name in options):
+        if name not in own and getattr(args, name) is not None:
+            raise ValueError(f'{_flag(name)} is for --loss {", ".join(losses_with(name))}, got --loss {args.loss}')
+    if kind.policy is not None:
+        if args.data is None:
+            raise ValueError(
+                f'--loss {args.loss} needs --data FILE, the {kind.data}; {kind.page} tells what it must hold'
+            )
+        if args.init_weights is None:
+            raise ValueError(f'--loss {args.loss} needs --init-weights FILE, {kind.policy}')
     if args.steps is not None and args.epochs is not None:
         raise ValueError('--steps and --epochs say the same; give one of them')
     if args.steps is None and args.epochs is None:
-        args.steps, args.epochs = (None, POLICY_EPOCHS) if policy else (STEPS, None)
-    args.lr = args.lr or (POLICY_RATE if policy else RATE)
+        args.steps, args.epochs = kind.steps, kind.epochs
+    args.lr = args.lr or kind.lr
     if args.vocab_size is not None and args.init_weights is not None:
         raise ValueError('--vocab-size is for a new tokenizer, and --init-weights brings its own')
-    _fill(args, POLICY_ONLY if policy else TEXT_ONLY)
+    _fill(args, own)
     _fill_sizes(args)
 
 
@@ -228,3 +231,14 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f'--warmup must be a share of the steps below 1, got {args.warmup:g}')
     if args.name is not None and Path(args.name).name != args.name:
         raise ValueError(f'--name must be the name of one folder, got {args.name!r}')
+    if LOSSES[args.loss] is PAIRS:
+        _check_pairs(args)
+
+
+def _check_pairs(args: argparse.Namespace) -> None:
+    if args.beta == 0 and args.loss != 'orpo':
+        raise ValueError(f'--beta must be above 0 with --loss {args.loss}, got 0')
+    if args.label_smoothing and args.label_smoothing > 0.5:
+        raise ValueError(f'--label-smoothing must be at most 0.5, got {args.label_smoothing:g}')
+    if args.label_smoothing and args.loss_type != 'sigmoid':
+        raise ValueError(f'--label-smoothing is for --loss-type sigmoid, got --loss-type {args.loss_type}')

@@ -13,10 +13,10 @@ from launch import gpt, rollouts, weights
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
 from launch.policy_progress import PolicyRecorder
+from launch.responses import log_probs, micro_batches
 from launch.rollouts import Rollouts
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.advantage import group_advantages
-from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from twinkle_megatron.metric import (
     CISPOMetric,
@@ -53,7 +53,10 @@ def train(args: argparse.Namespace) -> None:
 
     advantages = group_advantages(data.totals, 1, group_ids=data.groups, scale=args.advantages)
     recorder = PolicyRecorder(args, active=dist.get_rank() == 0)
-    reference = reference_log_probs(model, data, args) if args.beta > 0 else None
+    reference = None
+    if args.beta > 0:
+        everything = share_of_replica(torch.arange(len(data)), args)
+        reference = log_probs(lambda inputs: model.forward_only(inputs=inputs)['logps'], model, data, everything)
     tokens = 0
     for step, chosen in enumerate(orders(len(data), args), start=1):
         mine = share_of_replica(chosen, args)
@@ -87,46 +90,7 @@ def loss_options(args: argparse.Namespace, temperature: float) -> dict[str, Any]
     }
 
 
-def micro_batches(data: Rollouts, mine: list[torch.Tensor], packed: bool) -> list[InputFeature]:
-    """Micro-batches of these rollouts: rows padded at the end, or one row that holds them one after the other."""
-    found = []
-    for numbers in mine:
-        samples = [sample(data, i) for i in numbers.tolist()]
-        positions = [torch.arange(len(ids)) for ids, _ in samples]
-        ids, labels = ([s[k] for s in samples] for k in (0, 1))
-        if packed:
-            row = InputFeature(input_ids=torch.cat(ids)[None], labels=torch.cat(labels)[None])
-            row['position_ids'] = torch.cat(positions)[None]
-        else:
-            pad = torch.nn.utils.rnn.pad_sequence
-            row = InputFeature(input_ids=pad(ids, True), labels=pad(labels, True, padding_value=-100))
-        found.append(row)
-    return found
-
-
-def sample(data: Rollouts, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rollout as inputs and shifted labels, of which those of the completion are trained."""
-    ids = torch.from_numpy(data.ids[i]).long()
-    labels = ids[1:].clone()
-    labels[: data.prompt_lengths[i] - 1] = -100
-    return ids[:-1], labels
-
-
 def named_rewards(data: Rollouts, numbers: list[int]) -> dict[str, np.ndarray] | np.ndarray:
     """The rewards of these rollouts, by name where they have names."""
     chosen = data.rewards[numbers]
     return dict(zip(data.reward_names, chosen.T)) if data.reward_names else chosen
-
-
-def reference_log_probs(model: MegatronModel, data: Rollouts, args: argparse.Namespace) -> list[list[float]]:
-    """Of every rollout the log-probs of its completion under the weights of now, on every rank. Collective."""
-    mine = share_of_replica(torch.arange(len(data)), args)
-    logps = model.forward_only(inputs=micro_batches(data, mine, packed=False))['logps']
-    found = {}
-    for numbers, rows in zip(mine, logps):  # of the last stage; others have none
-        for i, row in zip(numbers.tolist(), rows):
-            first = data.prompt_lengths[i] - 1
-            found[i] = row[first : len(data.ids[i]) - 1].tolist()
-    for other in model.groups.gather_objects(found if model.groups.owns_result else {}):
-        found |= other
-    return [found[i] for i in range(len(data))]

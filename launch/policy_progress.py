@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from launch.progress import Figures, Recorder
+from launch.progress import Figures, Recorder, draw_panels
+
+PANELS = {
+    'approx_kl': 'KL from the policy that sampled (nats per token)',
+    'clip_ratio': 'share clipped',
+    'entropy': 'entropy (nats per token)',
+}
 
 
 class PolicyRecorder(Recorder):
@@ -33,32 +38,9 @@ class PolicyRecorder(Recorder):
         """Draws the picture and says what came out, and where it lies."""
         if not self._active:
             return
-        draw(self._picture_file, self._train)
+        draw_panels(self._picture_file, {PANELS[key]: [('', 'tab:blue', self._train, key)] for key in PANELS})
         last = self._train[-1]
         self._end(
             f'policy         KL {last["approx_kl"]:.4f} nats per token from the one that sampled, entropy '
             f'{self._train[0]["entropy"]:.3f} at the start, {last["entropy"]:.3f} at the end'
         )
-
-
-PANELS = {
-    'approx_kl': 'KL from the policy that sampled (nats per token)',
-    'clip_ratio': 'share clipped',
-    'entropy': 'entropy (nats per token)',
-}
-
-
-def draw(path: Path, train: list[Figures]) -> None:
-    """KL, clip ratio and entropy over the steps as a picture."""
-    from matplotlib.figure import Figure  # slow to import, and only one process draws
-
-    figure = Figure(figsize=(7.5, 8), layout='constrained')
-    panels = figure.subplots(len(PANELS), sharex=True)
-    for axes, (name, title) in zip(panels, PANELS.items()):
-        axes.plot([f['step'] for f in train], [f[name] for f in train], color='tab:blue', marker='.')
-        axes.set_title(title, fontsize='medium', loc='left')
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    panels[-1].set_xlabel('optimizer step')
-    figure.suptitle(path.parent.name)
-    figure.savefig(path, dpi=150)

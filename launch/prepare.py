@@ -11,7 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from launch import data, options, rollouts, weights
+from launch import data, options, pairs, rollouts, weights
+from launch.kinds import LOSSES, PAIRS, ROLLOUTS
 from launch.lines import DataError
 
 
@@ -40,11 +41,15 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
     """The folder with the samples, and what is in it, in words."""
     cache, length = args.runs / 'data', args.seq_length
     about = None if args.init_weights is None else weights.read_about(args.init_weights)
-    if options.is_policy(args):
+    kind, least = LOSSES[args.loss], args.micro_batches * args.micro_batch_size
+    if kind is ROLLOUTS:
         assert about is not None
-        least = args.micro_batches * args.micro_batch_size
         folder = rollouts.prepare(args.data, about, seq_length=length, least=least, cache=cache)
         return folder, rollouts.load(folder).summary
+    if kind is PAIRS:
+        assert about is not None
+        folder = pairs.prepare(args.data, about, held_out=args.held_out, seq_length=length, least=least, cache=cache)
+        return folder, pairs.load(folder).summary
     tokenizer = None if about is None else about.tokenizer
     folder = data.prepare(args.data, vocab_size=args.vocab_size, seq_length=length, cache=cache, tokenizer=tokenizer)
     return folder, data.load(folder).summary

@@ -120,6 +120,35 @@ class TextRecorder(Recorder):
         )
 
 
+Curve = tuple[str, str, list[Figures], str]
+"""Label, colour, lines of figures, and the key in these."""
+
+
+def draw_panels(path: Path, panels: dict[str, list[Curve]]) -> None:
+    """Curves over the steps as a picture: below each other those of each title, without what has no figures."""
+    from matplotlib.figure import Figure  # slow to import, and only one process draws
+
+    figure = Figure(figsize=(7.5, 8), layout='constrained')
+    all_axes = figure.subplots(len(panels), sharex=True)
+    for axes, (title, curves) in zip(all_axes, panels.items()):
+        lowest = 0.0
+        for label, color, lines, key in curves:
+            known = [line for line in lines if key in line]
+            if known:
+                steps, values = ([line[name] for line in known] for name in ('step', key))
+                axes.plot(steps, values, color=color, marker='.', label=label)
+                lowest = min(lowest, *values)
+        if lowest == 0:
+            axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize='medium', loc='left')
+        axes.grid(alpha=0.3)
+        if any(label for label, *_ in curves):
+            axes.legend()
+    all_axes[-1].set_xlabel('optimizer step')
+    figure.suptitle(path.parent.name)
+    figure.savefig(path, dpi=150)
+
+
 def draw(path: Path, train: list[Figures], held_out: list[Figures], unigram_nats: float) -> None:
     """The loss curve as a picture."""
     from matplotlib.figure import Figure  # slow to import, and only one process draws

@@ -13,6 +13,7 @@ import numpy as np
 
 from launch.data import END, SPECIAL_IDS, START, made_whole, read_tokenizer
 from launch.lines import DataError, kind_of, quoted, read_lines, text_of
+from launch.responses import Responses
 from launch.weights import About
 
 FORMS = (
@@ -23,22 +24,16 @@ ROUNDING = 1e-3  # nats that a log-prob may lie above 0
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """`n` rollouts: `ids[i]` are the tokens of a prompt, `prompt_lengths[i]` of them, and of its completion, for which
-    `old_logps[i]` has one number a token, nats at `temperature`. `rewards` are `[n, k]`, named where the file names
-    them; rollouts of one prompt have the same number in `groups` `[n]`."""
+class Rollouts(Responses):
+    """`n` rollouts: responses for which `old_logps[i]` has one number a token, nats at `temperature`. `rewards` are
+    `[n, k]`, named where the file names them; rollouts of one prompt have the same number in `groups` `[n]`."""
 
-    ids: list[np.ndarray]
-    prompt_lengths: np.ndarray
     old_logps: list[np.ndarray]
     rewards: np.ndarray
     reward_names: tuple[str, ...]
     groups: np.ndarray
     temperature: float
     summary: str
-
-    def __len__(self) -> int:
-        return len(self.ids)
 
     @property
     def totals(self) -> np.ndarray:

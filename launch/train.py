@@ -1,8 +1,8 @@
 """Trains a small GPT of Megatron-Core, split over processes, with this package's loss and metrics.
 
 `launch/local.sh` prepares the data and starts this file under torchrun, once for each of tp * pp * dp processes. The
-model itself stands in `launch/gpt.py`; what a script needs to use `MegatronModel` stands here, in `train`, and for
-policies and rollouts in `launch/policy.py`.
+model itself stands in `launch/gpt.py`; what a script needs to use `MegatronModel` stands here, in `train`, for rollouts
+in `launch/policy.py` and for pairs in `launch/preference.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import data, gpt, options, policy
+from launch import data, gpt, options, policy, preference
+from launch.kinds import LOSSES, PAIRS, ROLLOUTS, TEXT
 from launch.parallel import figures, orders, share_of_replica, start_processes, stop_processes
 from launch.progress import TextRecorder
 from twinkle_megatron import MegatronModel
@@ -29,10 +30,7 @@ def main() -> None:
     if args.dataset is None:
         raise SystemExit('start this script by launch/local.sh, which prepares the data first')
     start_processes(args.tp, args.pp)
-    if options.is_policy(args):
-        policy.train(args)
-    else:
-        train(args)
+    {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train}[LOSSES[args.loss]](args)
     stop_processes()
 
 
