@@ -429,7 +429,7 @@ def wrong_lengths(layout):
 
 def test_a_wrong_length_on_one_rank_is_raised_on_every_rank():
     outcomes = run_ranks(wrong_lengths, 2, Layout(dp=2), collect_errors=True)
-    words = 'on rank 1: old_logps of sample 1 must have 1 entry, 2 (its trained tokens) or 4 (all of its tokens), got 3'
+    words = 'on rank 1: old_logps of sample 1 must have 2 (its trained tokens) or 4 (all of its tokens), got 3'
     assert [(o.error, o.message) for o in outcomes] == [('ValueError', words)] * 2
 
 

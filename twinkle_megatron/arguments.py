@@ -61,6 +61,23 @@ def _argument_names(cls: type) -> set[str]:
     return names | {alias for alias, targets in _aliases_of(cls).items() if set(targets) <= names}
 
 
+class Keywords(frozenset[str]):
+    """Names of keywords; `takes_any`: and whatever else."""
+
+    takes_any = False
+
+
+def keywords_of(loss: Callable[..., Any]) -> Keywords:
+    """The keywords of a loss `(inputs, outputs, **keywords)`."""
+    try:
+        parameters = list(inspect.signature(loss).parameters.values())
+    except ValueError:  # a builtin without a signature
+        parameters = []
+    found = Keywords(p.name for p in parameters[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    found.takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return found
+
+
 def above_0(name: str, value: Any) -> Any:
     """`value`; ValueError unless it is a finite number > 0."""
     if not _is_number(value) or not value > 0:

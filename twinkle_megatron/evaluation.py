@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from .arguments import keywords_of
 from .batch import Counts, TokenBatch
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
@@ -63,14 +64,19 @@ class Evaluation:
         self.totals: Tensor | None = None
 
     @property
-    def extras(self) -> dict[str, str] | None:
-        """What each keyword of a call is; None where a custom loss does not say."""
-        if not isinstance(self.loss, SweepLoss):
-            return None
+    def extras(self) -> dict[str, str]:
+        """What each keyword of a call is. A custom loss does not say."""
         named: dict[str, str] = {}
         for metric, _, _ in self._metrics:
             named |= getattr(metric, 'extras', {})
-        return named | dict(self.loss.extras)
+        return named | dict(getattr(self.loss, 'extras', {}))
+
+    def unsaid(self, given: Collection[str]) -> frozenset[str]:
+        """Those of the keywords given that a custom loss takes."""
+        if not self.is_foreign:
+            return frozenset()
+        named = keywords_of(self.loss)
+        return frozenset(key for key in given if key in named or (named.takes_any and key not in self.extras))
 
     @property
     def over(self) -> str:
@@ -95,6 +101,11 @@ class Evaluation:
     def is_foreign(self) -> bool:
         """Whether the loss is a custom one, which may do anything with the logits."""
         return not isinstance(self.loss, SweepLoss)
+
+    @property
+    def may_fail_alone(self) -> bool:
+        """Whether the loss may fail on one rank of a micro-batch while its peers go on: somebody else's code."""
+        return self.is_foreign or type(self.loss).__module__.partition('.')[0] != __package__
 
     def sweep(self, logits: Logits, labels: Tensor) -> Seen:
         """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP, and

@@ -144,12 +144,14 @@ class MegatronModel:
                 `input_ids`.
             extra: keywords of the loss and the metrics, for the whole call in sample order (a sample is a sequence,
                 also one of a packed row): see the loss, and `align_extras` for the forms they may have. Of a custom
-                loss, tensors and lists with one entry a sample are split like the samples.
+                loss, tensors and lists with one entry a sample are split like the samples. They are looked at on the
+                last pipeline stage only.
 
         Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the
         log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step
-        accumulate the mean over all their tokens (or sequences, where the loss is a mean over these). A global batch
-        without trained tokens gives 0.0 and no gradient.
+        accumulate the mean over all their tokens (or sequences, or pairs, where the loss is a mean over these; one of
+        several means, as CPO and ORPO, is exact within a call only). A global batch without trained tokens gives 0.0
+        and no gradient.
 
         An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
         gradient, of earlier calls neither.
@@ -157,7 +159,7 @@ class MegatronModel:
         checks.check_grad_mode()
         evaluation = self._evaluation(training=True)
         with self._accumulation.dropped_on_error():
-            given = Extras(extra, evaluation.extras, shifted)
+            given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
             plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=True)
             if plan.counts.tokens == 0:
                 if finalize:
@@ -173,7 +175,7 @@ class MegatronModel:
     ) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
         evaluation = self._evaluation(training=False)
-        given = Extras(extra, evaluation.extras, shifted)
+        given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
         plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=False)
         return self._result(self._engine.forward(plan, evaluation))
 
@@ -194,11 +196,18 @@ class MegatronModel:
         """
         if chunks is not None and adapter_off is not None:
             raise ValueError('a reference is made of chunks or of adapter_off, got both')
+        if adapter_off is not None and not callable(adapter_off):
+            raise ValueError(
+                'adapter_off must be a function that returns a context manager, got '
+                f'{type(adapter_off).__name__}; leave out the () where it is called'
+            )
+        if cache is not None and not isinstance(cache, (str, Path)):
+            raise ValueError(f'cache must be the path of a directory, got {cache!r}')
         within: Callable[[], Any] = nullcontext
         if chunks is None:
             within = adapter_off or Snapshot(self.chunks, self._engine.models).swapped_in
         engine = self._engine if chunks is None else self._engine.beside(chunks)
-        return Reference(engine, lambda: self._evaluation(training=True), within, cache)
+        return Reference(engine, self._all_evaluations, within, cache)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes
@@ -245,9 +254,17 @@ class MegatronModel:
         return {key: value for metric in metrics for key, value in metric.values().items()}
 
     def _evaluation(self, training: bool) -> Evaluation:
+        return Evaluation(self._needed_loss(), self._metrics[training], self.groups, self._engine.shard, self._facts())
+
+    def _needed_loss(self) -> Callable[..., Any]:
         if self._loss is None:
             raise ValueError('no loss is set: call set_loss(CrossEntropyLoss) first')
-        return Evaluation(self._loss, self._metrics[training], self.groups, self._engine.shard, self._facts())
+        return self._loss
+
+    def _all_evaluations(self) -> Evaluation:
+        """With the metrics of both modes: on the layout of pairs they all have to agree."""
+        metrics = [metric for mode in self._metrics.values() for metric in mode]
+        return Evaluation(self._needed_loss(), metrics, self.groups, self._engine.shard, {})
 
     @staticmethod
     def _result(outcome: Outcome) -> dict[str, Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .batch import TokenBatch, collated
+from .batch import TokenBatch, collated, packing_of
 from .evaluation import Evaluation
 from .groups import raise_together
 from .loss.base import SweepLoss
@@ -23,8 +24,8 @@ from .vocab_parallel import TokenStats
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 """Nats per token, by the dtype of the weights: how far the log-probs of one policy may lie apart on average in two
-runs, which may differ in layout; coarser dtypes: `NEAR_COARSE`."""
-NEAR_COARSE = 2e-2
+runs, which may differ in layout; coarser dtypes: `NEAR_COARSE`, above the 0.02 that bfloat16 was seen to differ by."""
+NEAR_COARSE = 5e-2
 
 
 class Reference:
@@ -32,11 +33,11 @@ class Reference:
 
     Made by `MegatronModel.reference`. Its chunks run in eval mode, without gradients, in the layout of the model.
 
-    With a cache directory, the log-probs of each micro-batch lie in a file named by the SHA-256 of its tensors, of the
-    temperature and of `ignore_index`, so that none is taken for another. They do not depend on the layout. What is new
-    is computed and written by every rank of the last stage that does not see its file, which need not be on a shared
-    file system; files appear whole or not at all. The first call computes in any case and compares: ValueError, on
-    every rank, if the directory holds the log-probs of another policy.
+    With a cache directory, the log-probs of each micro-batch lie in a file named by the SHA-256 of what the model reads
+    of it, of the temperature and of `ignore_index`, so that none is taken for another. They do not depend on the
+    layout. What is new is computed and written by every rank of the last stage that does not see its file, which need
+    not be on a shared file system; files appear whole or not at all. The first call that finds files of an earlier run
+    computes them in any case and compares: ValueError, on every rank, if they are those of another policy.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class Reference:
     ) -> None:
         self._engine, self._like, self._within = engine, like, within
         self._cache = None if cache is None else Path(cache)
+        self._own: set[Path] = set()
         self._checked = False
+        raise_together(engine.groups, None if self._cache is None else _why_no_cache(self._cache))
 
     def logps(self, inputs: Any, micro_batch_size: int | None = None) -> list[Tensor]:
         """The log-prob of each label under the reference, nats, at the temperature of the model's loss.
@@ -63,10 +66,19 @@ class Reference:
         plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
         if self._cache is None:
             return self._computed(plan, evaluation)
-        return self._cached(self._files(inputs, micro_batch_size, loss), plan, evaluation)
+        return self._cached(lambda: self._files(inputs, micro_batch_size, loss), plan, evaluation)
 
     def _computed(self, plan: Plan, evaluation: Evaluation) -> list[Tensor]:
-        with self._within():
+        with ExitStack() as stack:
+            error: Exception | None = None
+            try:
+                within = self._within()
+                if not hasattr(within, '__enter__'):
+                    raise ValueError(f'adapter_off() must return a context manager, got {type(within).__name__}')
+                stack.enter_context(within)
+            except Exception as caught:  # raised on every rank
+                error = caught
+            raise_together(self._engine.groups, error)
             return self._engine.forward(plan, evaluation).logps
 
     def _files(self, inputs: Any, micro_batch_size: int | None, loss: _LogProbs) -> list[Path]:
@@ -78,40 +90,51 @@ class Reference:
         batches = collated(inputs, micro_batch_size, loss.ignore_index, loss.layout).batches
         return [self._cache / f'{_fingerprint(batch, about)}.pt' for batch in batches]
 
-    def _cached(self, files: list[Path], plan: Plan, evaluation: Evaluation) -> list[Tensor]:
-        groups, found, error = self._engine.groups, [], None
+    def _cached(self, name_files: Callable[[], list[Path]], plan: Plan, evaluation: Evaluation) -> list[Tensor]:
+        groups, error = self._engine.groups, None
+        files: list[Path] = []
+        found: list[Tensor | None] = []
         try:
-            found = [_read(file) for file in files]
+            files = name_files()
+            shapes = [item.shape for item in plan.items if not item.is_padding]
+            found = [_read(file, shape) for file, shape in zip(files, shapes)]
         except Exception as caught:  # raised on every rank
             error = caught
         raise_together(groups, error)
-        lacks = torch.tensor([float(not self._checked or any(one is None for one in found))])
-        if not groups.gather_everyone(lacks).any():
+        foreign = any(one is not None and file not in self._own for file, one in zip(files, found))
+        lacks = any(one is None for one in found) or (foreign and not self._checked)
+        lacking, foreigners = groups.gather_everyone(torch.tensor([float(lacks), float(foreign)])).sum(0).tolist()
+        if not lacking:
             return [one.to(self._engine.runner.device) for one in found if one is not None]
         computed = self._computed(plan, evaluation)
+        self._compare(found, computed)
         try:
-            self._compare(files, found, computed)
             for file, one, logps in zip(files, found, computed):
                 if one is None:
                     _write(file, logps)
         except Exception as caught:  # raised on every rank
             error = caught
         raise_together(groups, error)
-        self._checked = True
+        self._own.update(files)
+        self._checked = self._checked or foreigners > 0
         return computed
 
-    def _compare(self, files: list[Path], found: list[Tensor | None], computed: list[Tensor]) -> None:
-        """ValueError unless what was found is what this reference computes."""
+    def _compare(self, found: list[Tensor | None], computed: list[Tensor]) -> None:
+        """ValueError, on every rank, unless all that was found is what this reference computes."""
         dtype = next((p.dtype for model in self._engine.models for p in model.parameters()), torch.float32)
-        for file, one, logps in zip(files, found, computed):
-            if one is None:
-                continue
-            apart = (one.to(logps) - logps).abs().sum() / (logps != 0).sum().clamp(min=1)
-            if not apart <= NEAR.get(dtype, NEAR_COARSE):
-                raise ValueError(
-                    f'cache must hold the log-probs of this reference, but {file} is {apart:.2g} nats a token from '
-                    'what it computes: another policy wrote it. Delete the directory or name another one'
-                )
+        apart, tokens = torch.zeros((), dtype=torch.float64), 0
+        for one, logps in zip(found, computed):
+            if one is not None:
+                apart = apart + (one.to(logps) - logps).abs().sum().double().cpu()
+                tokens += int((logps != 0).sum())
+        total, count = self._engine.groups.gather_everyone(torch.tensor([float(apart), float(tokens)])).sum(0).tolist()
+        allowed = NEAR.get(dtype, NEAR_COARSE)
+        if not total <= allowed * max(count, 1):
+            raise ValueError(
+                f'cache must hold the log-probs of this reference, but those in {self._cache} are '
+                f'{total / max(count, 1):.2g} nats a token from what it computes (up to {allowed:g} may be rounding): '
+                'another policy wrote them. Delete the directory or name another one'
+            )
 
 
 class _LogProbs(SweepLoss):
@@ -126,11 +149,14 @@ class _LogProbs(SweepLoss):
         return stats.log_prob.new_zeros(())
 
 
+READ = ('input_ids', 'labels', 'completion_mask', 'position_ids', 'attention_mask')
+
+
 def _fingerprint(batch: Mapping[str, Any], about: str) -> str:
-    """SHA-256 over the tensors of a micro-batch, in any order of keys."""
-    digest = hashlib.sha256(about.encode())
-    for key in sorted(batch):
-        value = batch[key]
+    """SHA-256 over what the model reads of a micro-batch."""
+    digest, packing = hashlib.sha256(about.encode()), packing_of(batch)
+    read = {key: batch.get(key) for key in READ} | ({} if packing is None else packing._asdict())
+    for key, value in read.items():
         if isinstance(value, Tensor):
             array = value.detach().cpu().contiguous().reshape(-1)
             digest.update(f'{key} {array.dtype} {tuple(value.shape)} '.encode())
@@ -138,18 +164,30 @@ def _fingerprint(batch: Mapping[str, Any], about: str) -> str:
     return digest.hexdigest()
 
 
-def _read(file: Path) -> Tensor | None:
+def _why_no_cache(directory: Path) -> Exception | None:
+    """The error if nothing can be kept there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return None
+    except OSError as error:
+        return ValueError(f'cache must be a directory that can be written to, got {directory} ({error})')
+
+
+def _read(file: Path, shape: tuple[int, int]) -> Tensor | None:
     if not file.exists():
         return None
     try:
-        return torch.load(file, weights_only=True)
+        found = torch.load(file, weights_only=True)
+        if tuple(found.shape) != shape:
+            raise ValueError(f'it holds {tuple(found.shape)}, not {shape}')
     except Exception as error:
         raise ValueError(f'{file} cannot be read as cached log-probs ({error}): delete it') from error
+    return found
 
 
 def _write(file: Path, logps: Tensor) -> None:
     """Whole or not at all, whoever else writes it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f'{file.stem}.{uuid.uuid4().hex}.part')
     torch.save(logps.cpu(), partial)
     os.replace(partial, file)

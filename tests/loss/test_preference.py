@@ -229,6 +229,8 @@ def test_the_three_ways_to_give_a_reference_agree():
         {'ref_outputs': {'logps': ragged, 'loss': None}},
         {'ref_chosen_logps': sums[0::2], 'ref_rejected_logps': sums[1::2].tolist()},
         {'ref_chosen_logps': sums[0::2, None], 'ref_rejected_logps': sums[1::2].numpy()},
+        {'ref_chosen_logps': sums[0::2, None].tolist(), 'ref_rejected_logps': list(sums[1::2])},
+        {'ref_outputs': [{'logps': list(REF)}]}, {'ref_outputs': [{'logps': REF}]},
     ]  # fmt: skip
     for loss in (DPOLoss(sft_weight=0.1), DPOLoss('ipo'), DPOLoss('kto')):
         first, *others = [run(loss, {'labels': LABELS}, LOGPS, **way) for way in ways]
@@ -280,6 +282,23 @@ def test_long_sequences_lose_no_digits_in_float32():
     h = (logps.double() - ref.double()).sum(1)
     assert value.dtype == torch.float32
     assert value.item() == pytest.approx(math.log1p(math.exp(-(h[0] - h[1]).item())), rel=1e-6)
+
+
+def test_half_precision_is_summed_in_full():
+    """Ready log-probs in float16: of 8,000 tokens at −10 the sum is beyond its range, and of a reference its digits."""
+    n = 8000
+    labels, logps = torch.ones(2, n, dtype=torch.long), torch.full((2, n), -10.0, dtype=torch.float16)
+    value, grad = run(CPOLoss(), {'labels': labels}, logps)
+    assert value.item() == pytest.approx(math.log(2) + 10, rel=1e-6)
+    assert grad.dtype == torch.float16
+    ref = torch.full((2, n), -10.0, dtype=F64)
+    ref[0] -= 1e-4
+    value, _ = run(DPOLoss(beta=1.0), {'labels': labels}, logps, ref_logps=ref)
+    assert value.item() == pytest.approx(math.log1p(math.exp(-0.8)), rel=1e-5)
+    with pytest.raises(ValueError, match='whole pairs of a chosen and a rejected sequence, got 3'):
+        DPOLoss()(
+            {'labels': labels[[0, 0, 1]]}, {'logps': logps[[0, 0, 1]]}, ref_chosen_logps=[1], ref_rejected_logps=[1]
+        )
 
 
 def test_odds_keep_their_digits_near_0_and_1():
@@ -335,6 +354,13 @@ def test_dpo_needs_a_reference_to_train():
         ({'ref_outputs': 3}, "ref_outputs must be a dictionary with 'logps'"),
         ({'ref_logps': REF[:3]}, 'ref_logps must have one entry for each of the 4 sequences'),
         ({'ref_logps': [[1.0, 2.0]] * 4}, 'ref_logps of sample 1 must have'),
+        (
+            {'ref_logps': [-4.0, -5.0, -6.0, -7.0]},
+            'must be log-probs of every trained token, got one number for each of',
+        ),
+        ({'ref_logps': -4.0}, 'ref_logps must be log-probs of every trained token, got one number;'),
+        ({'ref_logps': [[-4.0], [-5.0], [-6.0], [-7.0]]}, 'ref_logps of sample 0 must have 2'),
+        ({'ref_chosen_logps': [None, 1.0], 'ref_rejected_logps': [1.0, 1.0]}, 'ref_chosen_logps of pair 0 must be'),
         ({'ref_chosen_logps': [1.0], 'ref_rejected_logps': [1.0]}, 'one number for each of the 2 pairs'),
         ({'ref_chosen_logps': [1.0, 2.0], 'ref_rejected_logps': REF}, 'one number for each of the 2 pairs'),
         ({'ref_logp': REF}, "no argument 'ref_logp'; did you mean 'ref_logps'?"),
@@ -354,6 +380,7 @@ def test_an_odd_batch_is_an_error(loss):
 @pytest.mark.parametrize(
     ('cls', 'init', 'message'),
     [
+        (DPOLoss, {'loss_type': ['sigmoid']}, 'loss_type must be one of'),
         (DPOLoss, {'loss_type': 'sigmoide'}, "loss_type must be one of 'sigmoid', 'hinge', 'ipo', 'kto', 'kto_pair'"),
         (DPOLoss, {'beta': 0}, 'beta must be a finite number > 0'),
         (DPOLoss, {'beta': True}, 'beta must be a finite number > 0'),

@@ -70,7 +70,9 @@ def in_order(pairs, layout, reference=False):
 
 
 @pytest.mark.parametrize('layout', ['interleaved', 'separated'])
-@pytest.mark.parametrize('form', ['one batch', 'micro-batches', 'samples', 'rows of one tensor', 'sums', 'packed'])
+@pytest.mark.parametrize(
+    'form', ['one batch', 'micro-batches', 'samples', 'rows of one tensor', 'padded rows of samples', 'sums', 'packed']
+)
 def test_however_the_pairs_come(pairs, layout, form):
     metric = DPOMetric(beta=0.3, layout=layout)
     new, ref = in_order(pairs, layout), in_order(pairs, layout, reference=True)
@@ -90,7 +92,10 @@ def test_however_the_pairs_come(pairs, layout, form):
         metric.accumulate(inputs, outputs, ref_logps=[one.tolist() for one in ref])
     elif form == 'rows of one tensor':
         inputs = [{'labels': labels_of([one])[0]} for one in new]
-        metric.accumulate(inputs, {'logps': rows(new)}, ref_logps=[rows([one])[0] for one in ref])
+        metric.accumulate(inputs, {'logps': rows(new).numpy()}, ref_logps=[rows([one])[0] for one in ref])
+    elif form == 'padded rows of samples':
+        inputs = [{'labels': labels_of([one], len(one) + 1)[0]} for one in new]
+        metric.accumulate(inputs, {'logps': rows(new)}, ref_logps=rows(ref, 9))
     elif form == 'sums':
         sums = {f'ref_{side}_logps': [float(getattr(p, f'ref_{side}').sum()) for p in pairs] for side in
                 ('chosen', 'rejected')}  # fmt: skip
@@ -168,7 +173,13 @@ def test_nothing_given_is_nothing_said():
         ([[1, 2]] * 3, {}, 'whole pairs of a chosen and a rejected sequence, got 3 sequences'),
         ([[1, 2]] * 2, {'ref_logps': [[1.0]]}, 'ref_logps must have one entry for each of the 2 sequences'),
         ([[1, 2]] * 2, {'ref_outputs': {'loss': 1}}, "ref_outputs must be a dictionary with 'logps'"),
-        ([[1, 2]] * 2, {'ref_chosen_logps': [1.0, 2.0]}, 'one number for each of the 1 pairs'),
+        (
+            [[1, 2]] * 2,
+            {'ref_chosen_logps': [1.0, 2.0], 'ref_rejected_logps': [1.0]},
+            'one number for each of the 1 pairs',
+        ),
+        ([[1, 2]] * 2, {'ref_chosen_logps': [1.0]}, 'must be given together, got ref_chosen_logps only'),
+        ([[1, 2]] * 2, {'ref_logps': [1.0, 2.0]}, 'must be log-probs of every trained token, got one number for each'),
         ([[1, 2]] * 2, {'reflogps': 1}, "did you mean 'ref_logps'?"),
     ],
 )

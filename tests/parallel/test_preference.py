@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from ranks import run_ranks
 from tiny_gpt import Layout, Spec, build, initialize, wrap
 
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.loss import PreferenceLossBase
 
 GPT = Spec(vocab_size=62, pad_vocab_to=4)
 
@@ -149,7 +151,7 @@ def _samples(layout, order, size, form):
 @pytest.mark.parametrize('form', ['sums', 'outputs', 'ragged'])
 @pytest.mark.parametrize(
     ('layout', 'order', 'size'),
-    [(Layout(), 'separated', 4), (Layout(dp=2), 'separated', 2), (Layout(tp=2), 'interleaved', None)],
+    [(Layout(), 'separated', np.int64(4)), (Layout(dp=2), 'separated', 2), (Layout(tp=2), 'interleaved', None)],
     ids=str,
 )
 def test_lists_of_samples_are_cut_between_pairs(layout, order, size, form):
@@ -287,3 +289,82 @@ def test_the_metric_beside_a_loss_of_tokens():
         for evaluated, trained in run_ranks(_evaluated, layout.world, layout):
             assert trained == pytest.approx(want, rel=1e-9)
             assert evaluated.keys() == want.keys()
+
+
+def _custom(layout, form, order):
+    """A custom loss with keywords of its own, beside the metric with its reference, on 1-D samples."""
+    initialize(layout)
+    chunks = wrap(build(GPT, layout))
+    model = MegatronModel(chunks, vocab_size=GPT.vocab_size)
+    mine = [
+        i for micro_batch in SPLITS['threes', layout.dp].replicas[dist.get_rank(model.groups.dp)] for i in micro_batch
+    ]
+    sequences = in_order([samples(GPT)[i] for i in mine], order)
+    inputs = [{key: one[key] for key in ('input_ids', 'labels')} for one in sequences]
+    weights = [1.0 + int(one['input_ids'][0]) for one in sequences]
+
+    def loss(inputs, outputs, weight):
+        own = torch.equal(torch.as_tensor(weight), 1.0 + inputs['input_ids'][:, 0])
+        assert own or layout.cp > 1, 'weights of other samples'  # a slice may lack the first token
+        return (outputs['logps'].sum(1) * torch.as_tensor(weight)).mean()
+
+    def everything(inputs, outputs, **keywords):
+        assert keywords.keys() == {'weight'}, 'the keywords of the metric are not its own'
+        return loss(inputs, outputs, **keywords)
+
+    model.set_loss(loss if order == 'separated' else everything)
+    model.add_metric('DPOMetric', beta=BETA, layout=order)
+    given = {'ref_logps': [one['ref'].tolist() for one in sequences]}
+    if form == 'sums':
+        given = {f'ref_{side}_logps': [samples(GPT)[i][j]['ref'].nansum().item() for i in mine] for j, side in
+                 enumerate(('chosen', 'rejected'))}  # fmt: skip
+    elif form == 'reference':
+        given = {'ref_logps': model.reference().logps(inputs, 4)}
+    model.forward_backward(inputs, 4, weight=weights, **given)
+    return model.metric_values()
+
+
+@pytest.mark.parametrize('order', ['interleaved', 'separated'])
+@pytest.mark.parametrize('form', ['ragged', 'sums', 'reference'])
+def test_the_metric_beside_a_custom_loss(form, order):
+    """Each gets its own keywords, those of the metric aligned; also under a pipeline, whose micro-batches it pads."""
+    want = {key: value for key, value in reference(GPT)['ipo'].metrics.items() if key != 'loss'}
+    for layout in (Layout(), Layout(pp=2)) if form != 'sums' else (Layout(dp=2), Layout(cp=2)):
+        for found in run_ranks(_custom, layout.world, layout, form, order):
+            assert found['chosen_logps'] == pytest.approx(want['chosen_logps'], rel=1e-9)
+            if form == 'reference':  # the policy itself
+                assert found['margin'] == pytest.approx(0, abs=1e-12)
+            else:
+                assert found == pytest.approx(want, rel=1e-9)
+
+
+class Failing(PreferenceLossBase):
+    """On the second context parallel rank only."""
+
+    def pair_losses(self, chosen, rejected):
+        if dist.get_rank(MegatronGroups.cp()) == 1:
+            raise KeyError('alone')
+        return (chosen.total - rejected.total) ** 2
+
+
+class MegatronGroups:
+    @staticmethod
+    def cp():
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
+
+def _failing(layout):
+    initialize(layout)
+    model = MegatronModel(wrap(build(GPT, layout)), vocab_size=GPT.vocab_size)
+    model.set_loss(Failing)
+    model.add_metric('DPOMetric')
+    model.forward_backward(micro_batches(GPT, SPLITS['ones', 1], 0, False, 'interleaved'))
+
+
+@pytest.mark.parametrize('layout', [Layout(cp=2), Layout(tp=2, cp=2)], ids=str)
+def test_somebody_elses_loss_of_pairs_that_fails_on_one_rank_is_an_error_on_all(layout):
+    """It sums over context parallel ranks, whose backward pass is collective."""
+    outcomes = run_ranks(_failing, layout.world, layout, collect_errors=True)
+    assert [outcome.error for outcome in outcomes] == ['KeyError'] * layout.world

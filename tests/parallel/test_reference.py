@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from gradients import collect_grads, compare
-from invariance import UNEVEN, micro_batches, model_on
+from invariance import UNEVEN, even, micro_batches, model_on
+from megatron.core.packed_seq_params import PackedSeqParams
 from preference import KINDS, SPLITS, reference_keywords
 from preference import micro_batches as pairs_of
 from ranks import device, run_ranks
@@ -228,6 +230,87 @@ def test_a_broken_file_is_an_error_on_every_rank_that_names_it(tmp_path):
     outcomes = run_ranks(_with_cache, 2, GPT, Layout(pp=2), tmp_path, collect_errors=True)
     assert [outcome.error for outcome in outcomes] == ['ValueError'] * 2
     assert all(str(tmp_path) in outcome.message and 'delete it' in outcome.message for outcome in outcomes)
+
+
+def _mixed(spec, directory):
+    """Another policy whose first call meets none of the files that are there."""
+    model = model_on(spec, Layout())
+    (batch,) = micro_batches(spec, even(1, 1), 0)
+    parts = [{key: value[i : i + 2] for key, value in batch.items()} for i in (0, 2, 4)]
+    model.reference(cache=directory).logps(parts[:1])
+    for chunk in model.chunks:
+        scale(chunk, 1.5)
+    other = model.reference(cache=directory)
+    other.logps([])
+    other.logps(parts[1:2])
+    with pytest.raises(ValueError, match='another policy wrote them'):
+        other.logps(parts[:1])
+    return True
+
+
+def test_the_cache_of_another_policy_is_noticed_whenever_it_is_met(tmp_path):
+    assert run_ranks(_mixed, 1, GPT, tmp_path) == [True]
+
+
+def _packings(spec, directory):
+    """The same tokens, packed in two ways; and keys that the model does not read."""
+    model = model_on(spec, Layout())
+    made, plain = model.reference(cache=directory), model.reference()
+    ids = torch.arange(12)[None] % spec.vocab_size
+    for at in ((0, 6, 12), (0, 4, 12)):
+        params = PackedSeqParams(qkv_format='thd', cu_seqlens_q=torch.tensor(at, dtype=torch.int32))
+        batch = {'input_ids': ids, 'labels': ids, 'packed_seq_params': params}
+        for found, want in zip(made.logps([batch]), plain.logps([batch]), strict=True):
+            torch.testing.assert_close(found, want)
+    made.logps([{**batch, 'reward': torch.ones(1)}])
+    return len(os.listdir(directory))
+
+
+def test_the_cache_knows_what_the_model_reads(tmp_path):
+    assert run_ranks(_packings, 1, GPT, tmp_path) == [2]
+
+
+def _no_directory(path):
+    model = model_on(GPT, Layout(pp=2))
+    model.reference(cache=path)
+
+
+def test_a_cache_that_cannot_be_is_an_error_before_anything_is_computed(tmp_path):
+    path = tmp_path / 'file'
+    path.write_text('')
+    for outcome in run_ranks(_no_directory, 2, path, collect_errors=True):
+        assert outcome.error == 'ValueError'
+        assert 'cache must be a directory that can be written to' in outcome.message
+    for outcome in run_ranks(_no_directory, 2, 5, collect_errors=True):
+        assert 'cache must be the path of a directory, got 5' in outcome.message
+
+
+def _bad_adapter(what):
+    model = model_on(GPT, Layout(pp=2))
+
+    @contextlib.contextmanager
+    def fails():
+        if model.groups.is_last_stage:
+            raise KeyError('no adapter')
+        yield
+
+    made = model.reference(adapter_off={'fails': fails, 'nothing': lambda: None, 'called': fails()}[what])
+    made.logps(micro_batches(GPT, UNEVEN[1], 0))
+
+
+@pytest.mark.parametrize(
+    ('what', 'message'),
+    [
+        ('fails', 'no adapter'),
+        ('nothing', r'adapter_off\(\) must return a context manager, got NoneType'),
+        ('called', r'adapter_off must be a function that returns a context manager|must return a context manager'),
+    ],
+)
+def test_an_adapter_that_cannot_be_switched_off_is_an_error_on_every_rank(what, message):
+    for outcome in run_ranks(_bad_adapter, 2, what, collect_errors=True):
+        assert outcome.error in ('ValueError', 'KeyError', 'TypeError'), outcome
+        if what != 'called':
+            assert re.search(message, outcome.message), outcome.message
 
 
 def _own_directories(spec, directory):

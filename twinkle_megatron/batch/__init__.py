@@ -5,15 +5,36 @@ Plain tensors on explicit sizes and groups; nothing here knows Megatron.
 
 from .checks import check_micro_batch, explain_fault, value_faults
 from .context import context_positions, join_context, split_context, zigzag
-from .extras import CONSTANT, OUTPUTS, PER_PAIR, PER_TOKEN, WholeRows, align_extras, split_by_pair, split_extra
+from .extras import (
+    CONSTANT,
+    LOG_PROBS,
+    OUTPUTS,
+    PER_PAIR,
+    PER_TOKEN,
+    WholeRows,
+    align_extras,
+    split_by_pair,
+    split_extra,
+)
 from .micro_batches import as_micro_batches, describe, pad_micro_batch
-from .pairs import LAYOUTS, Pairs, check_layout, collated, counted_pairs, join_pairs, pair_counts, split_pairs
+from .pairs import (
+    LAYOUTS,
+    Pairs,
+    check_layout,
+    check_pairs,
+    collated,
+    counted_pairs,
+    join_pairs,
+    pair_counts,
+    split_pairs,
+)
 from .sequences import Packing, packing_of, sequence_ids, shift_labels, spread_out
 from .tokens import Counts, TokenBatch, trained_labels
 
 __all__ = [
     'CONSTANT',
     'LAYOUTS',
+    'LOG_PROBS',
     'OUTPUTS',
     'PER_PAIR',
     'PER_TOKEN',
@@ -26,6 +47,7 @@ __all__ = [
     'as_micro_batches',
     'check_layout',
     'check_micro_batch',
+    'check_pairs',
     'collated',
     'context_positions',
     'counted_pairs',

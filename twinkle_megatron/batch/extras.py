@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -15,10 +15,12 @@ from .micro_batches import describe
 from .sequences import Packing, packing_of, sequence_ids, sequence_lengths
 from .tokens import trained_labels
 
-PER_TOKEN, PER_PAIR, OUTPUTS, CONSTANT = 'per token', 'per pair', 'outputs', 'constant'
-"""What a keyword is: `PER_TOKEN` values are aligned with the labels; `PER_PAIR` ones are one number for each pair of
-sequences; `OUTPUTS` are what another model's forward pass returned, of which `logps` count, `PER_TOKEN`; `CONSTANT`
-ones go to every micro-batch as they are."""
+PER_TOKEN, LOG_PROBS, PER_PAIR = 'per token', 'log-probs', 'per pair'
+OUTPUTS, CONSTANT = 'outputs', 'constant'
+"""What a keyword is. `PER_TOKEN` values are aligned with the labels. So are `LOG_PROBS`, of which one number for a
+whole sequence would be none of its tokens'. `PER_PAIR` ones are one number for each pair of sequences. `OUTPUTS` are
+what another model's forward pass returned, of which `logps` count, as `LOG_PROBS`. `CONSTANT` ones go to every
+micro-batch as they are."""
 
 
 @dataclass(frozen=True)
@@ -103,34 +105,46 @@ def align_extras(
     call became the sequences of these rows, where that is not the order in which they were given. ValueError, naming
     the keyword and the sample, for any other length. None stays None.
 
-    What `kinds` calls `OUTPUTS` is a dictionary whose `logps` have such a form, or a list of such, one a micro-batch.
-    What it calls `PER_PAIR` is a tensor, an array or a list of one number for each pair of the call, in order, and
-    becomes a float tensor `[p]`.
+    What it calls `LOG_PROBS` must not be one number for a sequence that has several trained tokens. `OUTPUTS` is a
+    dictionary whose `logps` have such a form, or a list of such, one a micro-batch. `PER_PAIR` is a tensor, an array or
+    a list of one number for each pair of the call, in order, and becomes a float tensor `[p]`.
     """
     out: list[dict[str, Any]] = [{} for _ in rows]
     for key, value in extra.items():
         kind = kinds.get(key, CONSTANT)
+        how = _How(shifted, order, spreads=kind == PER_TOKEN)
         if value is None or kind == CONSTANT:
             parts: Sequence[Any] = [value] * len(rows)
+        elif not rows:
+            parts = []
         elif kind == PER_PAIR:
             split = split_by_pair(key, value, [row.count // 2 for row in rows])
             parts = [part.to(row.labels.device) for part, row in zip(split, rows)]
         else:  # what stands at ignored tokens may be NaN, and must not get into sums of gradients
             parts = [
                 part.masked_fill(row.labels == row.ignore_index, 0)
-                for part, row in zip(_aligned(key, _log_probs(key, value, kind), rows, shifted, order), rows)
+                for part, row in zip(_aligned(key, _log_probs(key, value, kind), rows, how), rows)
             ]
         for mine, part in zip(out, parts):
             mine[key] = part
     return out
 
 
+class _How(NamedTuple):
+    """See `align_extras`; `spreads`: one number a sequence stands for all of its tokens."""
+
+    shifted: bool
+    order: Sequence[int] | None
+    spreads: bool
+
+
 def _log_probs(key: str, value: Any, kind: str) -> Any:
     """Of outputs, their log-probs."""
     if kind != OUTPUTS:
         return value
-    if isinstance(value, (list, tuple)) and value and all(isinstance(one, Mapping) for one in value):
-        return [_log_probs(f'{key}[{i}]', one, kind) for i, one in enumerate(value)]
+    if isinstance(value, (list, tuple)) and all(isinstance(one, Mapping) for one in value):
+        each = [_log_probs(f'{key}[{i}]', one, kind) for i, one in enumerate(value)]
+        return [x for one in each for x in (one if isinstance(one, (list, tuple)) else [one])]
     if not isinstance(value, Mapping) or value.get('logps') is None:
         got = sorted(value) if isinstance(value, Mapping) else describe(value)
         raise ValueError(f"{key} must be a dictionary with 'logps', the log-prob of each label, got {got}")
@@ -139,22 +153,23 @@ def _log_probs(key: str, value: Any, kind: str) -> Any:
 
 def split_by_pair(key: str, value: Any, pairs: Sequence[int]) -> list[Tensor]:
     """One number for each pair of a call, as a float tensor `[p]` for each micro-batch of so many pairs."""
-    whole = _as_given(key, value)
-    if isinstance(whole, list) and not whole:
-        whole = torch.zeros(0)
-    if not isinstance(whole, Tensor) or whole.numel() != sum(pairs) or whole.dim() not in (1, 2):
+    whole = _as_given(key, value, 'pair')
+    if isinstance(whole, list) and all(np.size(item) == 1 for item in whole if not isinstance(item, Tensor)):
+        numbers = [_numbers(key, item, i, 'pair') for i, item in enumerate(whole)]
+        whole = torch.from_numpy(np.concatenate([*numbers, np.zeros(0)]))
+    if not isinstance(whole, Tensor) or whole.numel() != sum(pairs):
         got = describe(value) if not isinstance(value, list) else f'a list of {len(value)} entries'
         raise ValueError(f'{key} must be one number for each of the {sum(pairs)} pairs of the call, got {got}')
     return list(whole.reshape(-1).split(list(pairs)))
 
 
-def _aligned(
-    key: str, value: Any, rows: Sequence[WholeRows], shifted: bool, order: Sequence[int] | None
-) -> list[Tensor]:
+def _aligned(key: str, value: Any, rows: Sequence[WholeRows], how: _How) -> list[Tensor]:
+    shifted, order = how.shifted, how.order
     whole = _as_given(key, value)
     sequences = sum(row.count for row in rows)
     if isinstance(whole, Tensor):
         if whole.dim() == 0:
+            _check_spread(key, how, rows, 'one number')
             return [row.spread(whole.expand(row.count)) for row in rows]
         if whole.dim() == 1 and len(rows) == 1 and (1, len(whole)) == rows[0].labels.shape and len(whole) != sequences:
             whole = whole[None]  # aligned with 1-D labels, or with those of one packed row
@@ -163,6 +178,7 @@ def _aligned(
         if whole.dim() == 2 and whole.shape[0] == sequences and whole.shape[1] == 1:
             whole = whole[:, 0]
         if whole.dim() == 1 and whole.shape[0] == sequences:
+            _check_spread(key, how, rows, f'one number for each of the {sequences} sequences')
             whole = whole if order is None else whole[list(order)]
             return [row.spread(part) for row, part in zip(rows, whole.split([row.count for row in rows]))]
         if whole.dim() == 2 and len(whole) == sum(len(row.labels) for row in rows) != sequences:
@@ -183,12 +199,20 @@ def _aligned(
     whole = whole if order is None else [whole[i] for i in order]
     out, first = [], 0
     for row in rows:
-        out.append(_by_sequence(key, whole[first : first + row.count], row, first, shifted))
+        out.append(_by_sequence(key, whole[first : first + row.count], row, first, how))
         first += row.count
     return out
 
 
-def _as_given(key: str, value: Any) -> Tensor | list[Any]:
+def _check_spread(key: str, how: _How, rows: Sequence[WholeRows], got: str) -> None:
+    if not how.spreads and any(row.trained.any() and int(row.tokens.max()) > 1 for row in rows):
+        raise ValueError(
+            f'{key} must be log-probs of every trained token, got {got}; sums over the sequences of pairs go into '
+            'ref_chosen_logps and ref_rejected_logps'
+        )
+
+
+def _as_given(key: str, value: Any, of: str = 'sample') -> Tensor | list[Any]:
     """Tensors and arrays as tensors of floats; lists as lists, of numbers only as a tensor."""
     if not isinstance(value, (list, tuple, np.ndarray)) or (isinstance(value, np.ndarray) and value.dtype != object):
         try:
@@ -202,7 +226,7 @@ def _as_given(key: str, value: Any) -> Tensor | list[Any]:
         and all(np.ndim(item) == 0 for item in items if not isinstance(item, Tensor))
         and not any(isinstance(item, Tensor) and item.dim() for item in items)
     ):
-        return torch.tensor([_numbers(key, item, i)[0] for i, item in enumerate(items)], dtype=torch.float64)
+        return torch.tensor([_numbers(key, item, i, of)[0] for i, item in enumerate(items)], dtype=torch.float64)
     return [torch.as_tensor(item) if isinstance(item, np.ndarray) else item for item in items]
 
 
@@ -222,31 +246,32 @@ def _micro_batch(key: str, index: int, value: Tensor, row: WholeRows, shifted: b
 
 def _unshifted(value: Tensor, row: WholeRows) -> Tensor:
     """Entry i + 1 at place i: what belongs to a token stands where it is predicted."""
-    return torch.cat([value[:, 1:], value.new_zeros(len(value), 1)], 1)
+    return torch.cat([value[:, 1:], value.new_full((len(value), 1), torch.nan)], 1)  # nobody told that one
 
 
-def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, shifted: bool) -> Tensor:
+def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, how: _How) -> Tensor:
     values = np.zeros(row.trained.size, dtype=np.float64)
     for number, entry in enumerate(entries):
         flat = _numbers(key, entry, first + number)
         at = slice(row.starts[number], row.starts[number] + row.lengths[number])
         trained = row.trained[at]
-        if flat.size == 1:
+        if flat.size == 1 and (how.spreads or trained.sum() <= 1):
             values[at][trained] = flat[0]
         elif flat.size == trained.sum():
             values[at][trained] = flat
         elif flat.size >= trained.size:
-            aligned = flat[: trained.size] if shifted else np.append(flat[1:], 0.0)[: trained.size]
+            aligned = flat[: trained.size] if how.shifted else np.append(flat[1:], np.nan)[: trained.size]
             values[at] = np.where(trained, aligned, 0)
         else:
+            one = '1 entry, ' if how.spreads else ''
             raise ValueError(
-                f'{key} of sample {first + number} must have 1 entry, {trained.sum()} (its trained tokens) or '
+                f'{key} of sample {first + number} must have {one}{trained.sum()} (its trained tokens) or '
                 f'{trained.size} (all of its tokens), got {flat.size}'
             )
     return torch.from_numpy(values).reshape(row.labels.shape).to(row.labels.device)
 
 
-def _numbers(key: str, entry: Any, sample: int) -> np.ndarray:
+def _numbers(key: str, entry: Any, sample: int, of: str = 'sample') -> np.ndarray:
     try:
         if isinstance(entry, Tensor):
             return entry.double().cpu().numpy().reshape(-1)
@@ -256,7 +281,7 @@ def _numbers(key: str, entry: Any, sample: int) -> np.ndarray:
             entry = [float(x) for x in entry]
         return np.asarray(entry, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
-        raise ValueError(f'{key} of sample {sample} must be numbers, got {describe(entry)}: {error}') from error
+        raise ValueError(f'{key} of {of} {sample} must be numbers, got {describe(entry)}: {error}') from error
 
 
 def _is_row(value: Any, labels: Tensor) -> bool:
@@ -270,16 +295,21 @@ def _row(x: Tensor) -> Tensor:
     return x.reshape(1, -1) if x.dim() < 2 else x
 
 
-def split_extra(extra: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def split_extra(
+    extra: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], order: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """The keywords of a custom loss, which does not say what they are, one dict a micro-batch.
 
-    A tensor, array or list with one entry a sample is split in sample order; anything else goes to every micro-batch.
+    A tensor, array or list with one entry a sample is split in sample order (`order`: see `align_extras`); anything
+    else goes to every micro-batch.
     """
     rows = [int(batch['input_ids'].shape[0]) for batch in batches]
     out: list[dict[str, Any]] = [{} for _ in rows]
     for key, value in extra.items():
         sized = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0
         by_sample = (sized or isinstance(value, (list, tuple))) and len(cast(Any, value)) == sum(rows)
+        if by_sample and order is not None:
+            value = [value[i] for i in order] if isinstance(value, (list, tuple)) else value[list(order)]
         first = 0
         for part, count in zip(out, rows):
             part[key] = value[first : first + count] if by_sample else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,16 +27,21 @@ def check_layout(layout: Any) -> str:
     return layout
 
 
+def check_pairs(sequences: int) -> None:
+    """ValueError for an odd number of sequences."""
+    if sequences % 2:
+        raise ValueError(
+            f'a micro-batch must hold whole pairs of a chosen and a rejected sequence, got {sequences} sequences'
+        )
+
+
 def split_pairs(per_sequence: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     """Of values `[n, ...]`, one a sequence of a micro-batch, those of chosen and of rejected sequences, `[n/2, ...]`.
 
     ValueError for an odd n.
     """
     count = len(per_sequence)
-    if count % 2:
-        raise ValueError(
-            f'a micro-batch must hold whole pairs of a chosen and a rejected sequence, got {count} sequences'
-        )
+    check_pairs(count)
     if layout == 'interleaved':
         return per_sequence[0::2], per_sequence[1::2]
     return per_sequence[: count // 2], per_sequence[count // 2 :]
@@ -106,7 +112,7 @@ class Pairs:
         chosen, rejected = self.tokens
         is_chosen = join_pairs(torch.ones_like(chosen), torch.zeros_like(rejected), self.layout).bool()
         counted = self.batch.mask & self.batch.spread(is_chosen)
-        return torch.where(counted, per_token, 0).sum() / self.chosen_tokens
+        return torch.where(counted, per_token, 0).sum(dtype=torch.float64) / self.chosen_tokens
 
 
 def pair_counts(sequence_tokens: Tensor, layout: str | None) -> tuple[Tensor, Tensor]:
@@ -146,8 +152,9 @@ def order_of_samples(inputs: Any, micro_batch_size: int | None, layout: str | No
             f'inputs must hold pairs of a chosen and a rejected sample ({layout}), got {len(inputs)} samples'
         )
     size = DEFAULT_SIZE if micro_batch_size is None else micro_batch_size
-    if not isinstance(size, int) or size < 1:
+    if not isinstance(size, Integral) or size < 1:
         return None  # refused with the other arguments
+    size = int(size)
     if size % 2:
         raise ValueError(f'micro_batch_size must be even, so that no pair is cut, got {size}')
     if layout == 'interleaved':

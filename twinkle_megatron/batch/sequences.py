@@ -39,7 +39,8 @@ def packing_of(batch: Mapping[str, Any]) -> Packing | None:
 
     Packed is what carries `cu_seqlens` (with `cu_seqlens_padded` where each sequence is followed by padding of its own)
     or Megatron's `packed_seq_params`, or one row whose `position_ids` restart at 0. Sequences without tokens, with
-    which a `cu_seqlens` is filled up, do not count. ValueError for boundaries that are none.
+    which a `cu_seqlens` is filled up, do not count, nor do several tokens of position 0 at the end, which are padding.
+    ValueError for boundaries that are none.
     """
     given = _given_boundaries(batch)
     if given is not None:
@@ -63,6 +64,10 @@ def packing_of(batch: Mapping[str, Any]) -> Packing | None:
     starts = begins[0].nonzero()[:, 0].to(torch.int32)
     if starts[0] != 0:
         raise ValueError(f'position_ids of a packed row must start at 0, got {int(positions[0, 0])} first')
+    last = int((positions[0] != 0).nonzero()[-1]) + 1 if (positions[0] != 0).any() else ids.shape[1]
+    if ids.shape[1] - last > 1 and mask is None:  # padding has position 0 throughout, and no sequence one token
+        boundaries = torch.cat([starts[starts < last], starts.new_tensor([last])])
+        return Packing(boundaries, boundaries.diff())
     boundaries = torch.cat([starts, torch.tensor([ids.shape[1]], dtype=torch.int32, device=starts.device)])
     return Packing(boundaries, boundaries.diff())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked_arguments, reject_unknown
-from ..batch import CONSTANT, OUTPUTS, PER_TOKEN, TokenBatch, WholeRows, align_extras
+from ..batch import CONSTANT, LOG_PROBS, OUTPUTS, PER_TOKEN, TokenBatch, WholeRows, align_extras, check_pairs
 from ..data_format import InputFeature, LossOutput, ModelOutput
 from ..groups import tensor_parallel_group
 from ..vocab_parallel import Logits, TokenStats, VocabShard, token_stats
@@ -96,8 +96,10 @@ class SweepLoss(Loss):
         self.check_call(given, training=outputs.get('logits') is not None and torch.is_grad_enabled())
         if any(self.extras[key] != CONSTANT for key in given):
             whole = WholeRows.of({**inputs, 'labels': batch.labels}, self.ignore_index)
+            if self.layout is not None:
+                check_pairs(whole.count)
             (given,) = align_extras(given, self.extras, [whole])
-            along = (PER_TOKEN, OUTPUTS)
+            along = (PER_TOKEN, LOG_PROBS, OUTPUTS)
             given = {k: v.view(batch.labels.shape) if self.extras[k] in along else v for k, v in given.items()}
         stats = self._statistics(batch, outputs)
         assert stats.log_prob is not None
@@ -128,7 +130,11 @@ class SweepLoss(Loss):
                 raise ValueError(
                     f'{key} must have the shape of labels, {tuple(batch.labels.shape)}, got {tuple(values.shape)}'
                 )
-        return TokenStats(**{name: None if x is None else x.masked_fill(ignored, 0) for name, x in found.items()})
+
+        def counted(values: Tensor) -> Tensor:  # sums of half precision would overflow
+            return values.to(torch.promote_types(values.dtype, torch.float32)).masked_fill(ignored, 0)
+
+        return TokenStats(**{name: None if x is None else counted(x) for name, x in found.items()})
 
 
 class TokenLoss(SweepLoss):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import above_0, at_least_0, checked_arguments
-from ..batch import CONSTANT, PER_TOKEN, TokenBatch
+from ..batch import CONSTANT, LOG_PROBS, PER_TOKEN, TokenBatch
 from ..vocab_parallel import TokenStats
 from .base import SweepLoss
 
@@ -46,7 +46,7 @@ class GRPOLoss(SweepLoss):
     backward: a few numbers a token. ValueError for an unknown keyword and for extras that fit no sequence.
     """
 
-    extras: ClassVar[Mapping[str, str]] = {'old_logps': PER_TOKEN, 'ref_logps': PER_TOKEN, 'advantages': PER_TOKEN}
+    extras: ClassVar[Mapping[str, str]] = {'old_logps': LOG_PROBS, 'ref_logps': LOG_PROBS, 'advantages': PER_TOKEN}
     over: ClassVar[str] = 'sequences'
 
     @checked_arguments

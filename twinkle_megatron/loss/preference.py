@@ -11,17 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import above_0, at_least_0, checked_arguments
-from ..batch import OUTPUTS, PER_PAIR, PER_TOKEN, Pairs, TokenBatch, check_layout
+from ..batch import Pairs, TokenBatch, check_layout
+from ..batch.reference import REFERENCE, check_reference
 from ..vocab_parallel import TokenStats
 from .base import SweepLoss
-
-REFERENCE: Mapping[str, str] = {
-    'ref_outputs': OUTPUTS,
-    'ref_logps': PER_TOKEN,
-    'ref_chosen_logps': PER_PAIR,
-    'ref_rejected_logps': PER_PAIR,
-}
-"""The keywords by which a reference policy is given."""
 
 NEAREST = -1e-7
 """Nats. ORPO's mean log-probs are bounded there, where the odds of a sure sequence would be infinite."""
@@ -78,7 +71,7 @@ class PreferenceLossBase(SweepLoss):
         pairs, logps = self.pairs(batch), stats.log_prob
         assert logps is not None
         loss = self.pair_weight * pairs.mean(self.pair_losses(*self.sides(pairs, logps)))
-        return (loss + self.nll(pairs, logps)).to(logps.dtype)
+        return (loss + self.nll(pairs, logps)).to(torch.promote_types(logps.dtype, torch.float32))
 
     def pairs(self, batch: TokenBatch) -> Pairs:
         """The sequences of a micro-batch as pairs."""
@@ -160,12 +153,12 @@ class DPOLoss(PreferenceLossBase):
         loss_type: one of the above.
         beta: β > 0: how much it costs to leave the reference.
         sft_weight: weight of the likelihood of the chosen sequences.
-        reference_free: take 0 as log-probs of the reference, and ignore one that is given.
+        reference_free: take 0 as log-probs of the reference, and ignore those that are given (which are checked).
         label_smoothing: ε in [0, 0.5], the share of pairs taken to be labelled the wrong way round; 'sigmoid' only.
         ignore_index, layout: see `PreferenceLossBase`.
         scope: where the means of 'kto' are taken. 'batch': over the global batch, for which several micro-batches are
             run forward once more, first. 'micro_batch': over each micro-batch, cheaper, but then the loss depends on
-            how the batch is split.
+            how the batch is split. Called by hand, the micro-batch is the batch.
 
     Call keywords, one of these three:
         ref_logps: log-probs of the reference at every token, nats, in any form that `align_extras` takes.
@@ -192,7 +185,7 @@ class DPOLoss(PreferenceLossBase):
         **unknown: Any,
     ) -> None:
         super().__init__(ignore_index, layout)
-        self.loss_type = TYPE_ALIASES.get(loss_type, loss_type)
+        self.loss_type = TYPE_ALIASES.get(str(loss_type), str(loss_type))
         if self.loss_type not in LOSS_TYPES:
             known = ', '.join(repr(name) for name in (*LOSS_TYPES, *TYPE_ALIASES))
             raise ValueError(f'loss_type must be one of {known}, got {loss_type!r}')
@@ -215,13 +208,7 @@ class DPOLoss(PreferenceLossBase):
     def check_call(self, given: Collection[str], training: bool) -> None:
         if self.reference_free:
             return
-        pair = [key for key in ('ref_chosen_logps', 'ref_rejected_logps') if key in given]
-        if len(pair) == 1:
-            raise ValueError(f'ref_chosen_logps and ref_rejected_logps must be given together, got {pair[0]} only')
-        ways = [key for key in ('ref_logps', 'ref_outputs', 'ref_chosen_logps') if key in given]
-        if len(ways) > 1:
-            raise ValueError(f'the reference must be given in one way, got {" and ".join(ways)}')
-        if training and not ways:
+        if not check_reference(given) and training:
             raise ValueError(
                 'DPOLoss must be given a reference: ref_logps=model.reference(...).logps(inputs), or ref_outputs, or '
                 'ref_chosen_logps and ref_rejected_logps; or made with reference_free=True'
@@ -239,7 +226,7 @@ class DPOLoss(PreferenceLossBase):
             totals = batch.totals if self.couples and batch.totals is not None else None
             z = self._baselines(pairs, chosen, rejected, totals)
         loss = pairs.mean(LOSS_TYPES[self.loss_type](self, chosen, rejected, z))
-        return (loss + self.nll(pairs, logps)).to(logps.dtype)
+        return (loss + self.nll(pairs, logps)).to(torch.promote_types(logps.dtype, torch.float32))
 
     def totals(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
         """This micro-batch's summands of the sums of r_chosen and of r_rejected, float64 `[2]`."""
@@ -268,7 +255,7 @@ class DPOLoss(PreferenceLossBase):
             return pairs, *self.sides(pairs, logps)
         per_token = extra.get('ref_logps', extra.get('ref_outputs'))
         if per_token is not None:
-            return pairs, *self.sides(pairs, logps - per_token.to(logps))
+            return pairs, *self.sides(pairs, logps.double() - per_token.to(logps.device).double())
         if extra.get('ref_chosen_logps') is None:
             return None
         chosen, rejected = (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ..arguments import reject_unknown
+from ..arguments import keywords_of, reject_unknown
 from ..groups import Groups, group_rank, group_size
 from ..loss.base import SweepLoss
 from ..vocab_parallel import VocabShard
@@ -126,18 +126,15 @@ def vocab_shard(local_size: int, group: Any, vocab_size: int | None, padded: int
     return VocabShard(start, start + share, vocab_size, group)
 
 
-def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Mapping[str, str] | None) -> None:
-    """ValueError for keywords that neither the loss nor a metric takes; `known` is None where they do not say."""
-    if known is not None:
+def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Collection[str]) -> None:
+    """ValueError for keywords that neither the loss nor a metric takes; `known` are those that they name."""
+    if isinstance(loss, SweepLoss):
         reject_unknown(extra, known, f'forward_backward with {type(loss).__name__}')
         return
-    try:
-        parameters = list(inspect.signature(loss).parameters.values())
-    except ValueError:  # a builtin without a signature
-        return
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    named = keywords_of(loss)
+    if not named.takes_any:
         name = getattr(loss, '__name__', type(loss).__name__)
-        reject_unknown(extra, [p.name for p in parameters[2:]], f'the loss {name}')
+        reject_unknown(extra, {*named, *known}, f'the loss {name}')
 
 
 def check_call(loss: Callable[..., Any], extra: Mapping[str, Any], training: bool) -> None:

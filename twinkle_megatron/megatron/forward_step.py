@@ -97,12 +97,13 @@ class ForwardStep:
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
         """This micro-batch's summand of the loss, or a zero without gradient where that failed."""
         seen = self._seen if self._swept else self._sweep(output, local['labels'])
+        foreign = self._evaluation.is_foreign
+        if foreign and seen is not None:
+            local, seen = _without_added_rows(local, seen, item.shape[0])
         inputs = {key: value for key, value in local.items() if not key.startswith(PREFIX)}
         extra = item.extra | {key[len(PREFIX) :]: value for key, value in local.items() if key.startswith(PREFIX)}
-        if self._evaluation.is_foreign and seen is not None:
-            inputs, seen = _without_added_rows(inputs, seen, item.shape[0])
-        share = None if seen is None else self._contribution(inputs, extra, seen)
-        if self._evaluation.is_foreign and self._failed_on_a_peer(share is None):
+        share = None if seen is None else self._contribution(inputs, item.extra if foreign else extra, seen)
+        if self._may_fail_alone() and self._failed_on_a_peer(share is None):
             share = None
         if seen is None:
             return nothing(output)
@@ -127,6 +128,11 @@ class ForwardStep:
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
             return None
+
+    def _may_fail_alone(self) -> bool:
+        """Whether a peer may wait for this rank in a collective of the loss if that fails here."""
+        own = not self._evaluation.is_foreign  # it sums over sequences, but builds no logits
+        return self._evaluation.may_fail_alone and not (own and group_size(self._groups.cp) == 1)
 
     def _failed_on_a_peer(self, failed: bool) -> bool:
         """Whether a custom loss failed on a TP or CP rank of this replica. It may have built the logits of a linear
@@ -158,12 +164,12 @@ class ForwardStep:
         return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
 
 
-def _without_added_rows(inputs: dict[str, Any], seen: Seen, rows: int) -> tuple[dict[str, Any], Seen]:
+def _without_added_rows(local: dict[str, Any], seen: Seen, rows: int) -> tuple[dict[str, Any], Seen]:
     """Without the ignored rows that the schedule asked for: a custom loss may take a mean over rows."""
-    shape = inputs['labels'].shape
+    shape = local['labels'].shape
     if shape[0] == rows:
-        return inputs, seen
-    own = {k: v[:rows] if isinstance(v, Tensor) and v.shape[:1] == shape[:1] else v for k, v in inputs.items()}
+        return local, seen
+    own = {k: v[:rows] if isinstance(v, Tensor) and v.shape[:1] == shape[:1] else v for k, v in local.items()}
     return own, seen._replace(logits=seen.logits.narrow(0, 0, rows), stats=seen.stats.first_rows(rows))
 
 

@@ -17,7 +17,8 @@ PREFIX = 'extra '
 class Item(NamedTuple):
     """One micro-batch of whole sequences, padded to what the schedule needs.
 
-    `shape` is that of the caller; in a packed row `columns` says where its tokens lie now, if they had to move.
+    `extra` holds keywords as they are, those that are aligned with the labels stand in `batch`. `shape` is that of the
+    caller; in a packed row `columns` says where its tokens lie now, if they had to move.
     """
 
     batch: dict[str, Any]

@@ -76,12 +76,13 @@ class Limits:
 
 
 class Extras(NamedTuple):
-    """The keywords of a call, and what each is (see `align_extras`); `kinds` None for a custom loss, which does not
-    say."""
+    """The keywords of a call, and what each is (see `align_extras`). `unsaid`: those that a custom loss takes, which
+    does not say what they are."""
 
     given: Mapping[str, Any]
-    kinds: Mapping[str, str] | None
+    kinds: Mapping[str, str]
     shifted: bool = True
+    unsaid: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -180,15 +181,15 @@ def _checked(
     whole = [WholeRows(batch, packing, ignore_index) for batch, packing in zip(batches, packings)]
     if layout is not None:
         _check_pairs(whole)
-    if extra.kinds is None:
-        return [_item(rows, own, limits) for rows, own in zip(whole, split_extra(extra.given, batches))]
-    aligned = align_extras(extra.given, extra.kinds, whole, extra.shifted, order)
-    constant = {key for key in extra.given if extra.kinds.get(key, CONSTANT) == CONSTANT}
+    said = {key: value for key, value in extra.given.items() if key in extra.kinds}
+    constant = {key for key in said if extra.kinds[key] == CONSTANT}
+    aligned = align_extras(said, extra.kinds, whole, extra.shifted, order)
+    split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order)
     items = []
-    for rows, own in zip(whole, aligned):
+    for rows, own, raw in zip(whole, aligned, split):
         along = {PREFIX + key: value for key, value in own.items() if key not in constant and value is not None}
         moving = WholeRows({**rows.batch, **along}, rows.packing, ignore_index)
-        items.append(_item(moving, {key: own[key] for key in constant}, limits))
+        items.append(_item(moving, {key: own[key] for key in constant} | raw, limits))
     return items
 
 

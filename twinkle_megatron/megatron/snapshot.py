@@ -20,11 +20,10 @@ class Snapshot:
 
     def __init__(self, chunks: Sequence[Any], models: Sequence[torch.nn.Module]) -> None:
         self._chunks, self._models = list(chunks), list(models)
-        with self._gathered():
+        with self._gathered(), torch.inference_mode(False):
             self._kept = [tensor.detach().to('cpu', copy=True) for tensor in self._tensors()]
 
     @contextmanager
-    @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """The chunks have the weights of the snapshot, and afterwards their own again, to the bit.
 
@@ -37,6 +36,8 @@ class Snapshot:
             finally:
                 self._swap()
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _swap(self) -> None:
         for tensor, kept in zip(self._tensors(), self._kept, strict=True):
             present = tensor.detach().to('cpu', copy=True)

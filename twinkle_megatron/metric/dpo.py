@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..arguments import above_0, checked_arguments
-from ..batch import OUTPUTS, PER_PAIR, PER_TOKEN, check_layout, counted_pairs, split_by_pair, split_pairs
+from ..batch import check_layout, counted_pairs, split_by_pair, split_pairs
+from ..batch.reference import REFERENCE, check_reference
 from ..groups import group_size
 from .base import checked_keywords
 from .features import IGNORED, Features, aligned, each_micro_batch
@@ -57,9 +58,7 @@ class DPOMetric(SweepMetric):
         'pairs': SUM, 'chosen': SUM, 'rejected': SUM, 'ref_pairs': SUM, 'ref_chosen': SUM, 'ref_rejected': SUM,
         'reward_chosen': SUM, 'reward_rejected': SUM, 'preferred': SUM,
     }  # fmt: skip
-    extras: ClassVar[Mapping[str, str]] = {
-        'ref_outputs': OUTPUTS, 'ref_logps': PER_TOKEN, 'ref_chosen_logps': PER_PAIR, 'ref_rejected_logps': PER_PAIR,
-    }  # fmt: skip
+    extras: ClassVar[Mapping[str, str]] = REFERENCE
 
     @checked_arguments
     def __init__(
@@ -96,6 +95,9 @@ class DPOMetric(SweepMetric):
         """
         if not self.is_last_stage:
             return
+        ways = {'ref_outputs': ref_outputs, 'ref_logps': ref_logps, 'ref_chosen_logps': ref_chosen_logps}
+        ways |= {'ref_rejected_logps': ref_rejected_logps}
+        check_reference([key for key, value in ways.items() if value is not None])
         micro_batches = [
             (self.marked(features), output)
             for features, output in each_micro_batch(inputs, outputs, ('token_stats', 'logps', 'logits'))

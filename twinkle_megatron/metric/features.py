@@ -59,15 +59,21 @@ def _parts(key: str, value: Any, features: Sequence[Features]) -> Sequence[Any]:
         if len(value) != len(features):
             raise ValueError(f"outputs['{key}'] must hold one entry a micro-batch, {len(features)}, got {len(value)}")
         return value
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     shapes = [tuple(_rows(labels_of(f)).shape) for f in features]
     rows = [rows for rows, _ in shapes]
-    if not isinstance(value, Tensor) or value.shape[0] != sum(rows) or len({length for _, length in shapes}) > 1:
+    longest = max((length for _, length in shapes), default=0)
+    equal = len({length for _, length in shapes}) <= 1
+    samples = all(np.ndim(f['labels']) == 1 for f in features)  # a call pads them, and leaves room behind
+    padded = samples and isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] >= longest
+    if not isinstance(value, Tensor) or value.shape[0] != sum(rows) or not (equal or padded):
         raise ValueError(
             f"outputs['{key}'] of {len(features)} micro-batches must be a list with one entry each, or one tensor with "
             f'the rows of all, which then are equally long, got {_what(value)} for labels {shapes}'
         )
+    parts = value.split(rows) if equal else [x[:, :n] for x, (_, n) in zip(value.split(rows), shapes)]
     flat = [labels_of(f) for f in features]
-    return [x[0] if y is not None and y.dim() == 1 else x for x, y in zip(value.split(rows), flat)]
+    return [x[0] if y is not None and y.dim() == 1 else x for x, y in zip(parts, flat)]
 
 
 def _rows(labels: Tensor | None) -> Tensor:

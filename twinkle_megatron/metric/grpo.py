@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..arguments import above_0, at_least_0, checked_arguments
-from ..batch import PER_TOKEN, TokenBatch
+from ..batch import LOG_PROBS, PER_TOKEN, TokenBatch
 from ..groups import group_size
 from .base import checked_keywords
 from .features import IGNORED, Features, aligned, each_micro_batch
@@ -70,7 +70,7 @@ class GRPOMetric(SweepMetric):
         'ratio_max': MAXIMUM, 'entropy_tokens': SUM, 'entropy': SUM, 'clipped_of': SUM, 'low': SUM, 'high': SUM,
     }  # fmt: skip
     needs: ClassVar[frozenset[str]] = frozenset({'entropy', 'plain_log_prob'})
-    extras: ClassVar[Mapping[str, str]] = {'old_logps': PER_TOKEN, 'advantages': PER_TOKEN}
+    extras: ClassVar[Mapping[str, str]] = {'old_logps': LOG_PROBS, 'advantages': PER_TOKEN}
 
     @checked_arguments
     def __init__(

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..batch import TokenBatch
 from ..data_format import InputFeature
 from .base import Metric
-from .features import IGNORED, Features
+from .features import IGNORED, Features, as_tensor
 
 if TYPE_CHECKING:
     from ..vocab_parallel import TokenStats
@@ -52,11 +52,13 @@ class SweepMetric(Metric):
             return ready
         if output.get('logps') is not None:
             wanted = tuple(batch.labels.shape)
-            for name in ('logps', 'entropies'):
-                shape = tuple(getattr(output.get(name), 'shape', wanted))
-                if shape != wanted:
-                    raise ValueError(f"outputs['{name}'] must have the shape of labels, {wanted}, got {shape}")
-            return TokenStats(log_prob=output['logps'], entropy=output.get('entropies'))
+            given = {n: as_tensor(output[n], n) for n in ('logps', 'entropies') if output.get(n) is not None}
+            for name, values in given.items():
+                if tuple(values.shape) != wanted:
+                    raise ValueError(
+                        f"outputs['{name}'] must have the shape of labels, {wanted}, got {tuple(values.shape)}"
+                    )
+            return TokenStats(log_prob=given['logps'], entropy=given.get('entropies'))
         if logits is None:
             raise ValueError(f'outputs must hold token_stats, logps or logits, got {sorted(output)}')
         with torch.no_grad():

@@ -21,10 +21,12 @@ Read = Callable[[slice, slice], Tensor]
 class Beside:
     """Reads logits in the rows and columns of a source: views of a tensor, or products of a linear head.
 
-    No gradient goes to them. ValueError for logits of another leading shape or another shard.
+    No gradient goes to them. ValueError for what are no logits, for those of another leading shape or another shard.
     """
 
-    def __init__(self, logits: Logits, shard: VocabShard, lead: tuple[int, ...]) -> None:
+    def __init__(self, logits: Logits, shard: VocabShard, source: Source) -> None:
+        _check_kind(logits, source.device)
+        lead = source.lead
         found = logits.lead(shard.size) if isinstance(logits, LinearHead) else tuple(logits.shape[:-1])
         if found != lead:
             raise ValueError(
@@ -77,3 +79,12 @@ class Beside:
             return out if head.logit_scale == 1 else out.mul_(head.logit_scale)
 
         return read
+
+
+def _check_kind(logits: object, device: torch.device) -> None:
+    if not isinstance(logits, (Tensor, LinearHead)):
+        raise ValueError(f'teacher must be a tensor or a LinearHead, got {type(logits).__name__}')
+    if logits.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(f'teacher must be float16, bfloat16, float32 or float64, got {logits.dtype}')
+    if logits.device != device:
+        raise ValueError(f'teacher must be on the device of the student, {device}, got {logits.device}')

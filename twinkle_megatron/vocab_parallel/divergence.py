@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +15,8 @@ from torch import Tensor
 from ..groups import all_gather_rows, sum_over
 from .beside import Beside
 from .kernels import Kernels, select
-from .kernels.divergence import FORWARD, MIXED, REVERSE, Rows
+from .kernels.divergence import FORWARD, MIXED, REVERSE, Rows, join_stats
 from .kernels.eager import accumulate_dtype
-from .kernels.parts import join
 from .labels import raise_pending
 from .logits import Logits, as_source
 from .once import once_only
@@ -66,16 +64,16 @@ def generalized_jsd(
         chunk_size: columns of the vocabulary handled at once where that takes memory.
 
     Returns:
-        float32 (float64 for float64 logits), bitwise the same on all TP ranks. Upstream gradients must be equal on all
-        TP ranks.
+        float32 (float64 for a float64 student), bitwise the same on all TP ranks. Upstream gradients must be equal on
+        all TP ranks.
 
     Never negative beyond rounding, exactly 0 for equal logits. −inf logits take no probability: for 0 < beta < 1 the
     value is finite, at the ends +inf where the divergence is.
 
-    Collectives: for 0 < beta < 1 an all-gather of 4 numbers a token over TP and an all-reduce of 2, at the ends one
-    all-gather of 5; none backward. A `LinearHead` adds its own. Kept for backward: the logits of both, and 5 numbers a
-    token (each normaliser as two, which keeps the digits of large logits); the gradient has the dtype of the student's
-    logits.
+    Collectives: an all-gather of 5 numbers a token over TP and, for 0 < beta < 1, an all-reduce of 2; none backward. A
+    `LinearHead` adds its own, and `teacher_shard` an all-gather of 4 numbers a rank.
+    Kept for backward: the logits of both, and 5 numbers a token (each normaliser as two, which keeps the digits of
+    large logits); the gradient has the dtype of the student's logits.
 
     Raises ValueError: wrong shape, dtype, beta, temperature or shard, before any collective; shards of student and
     teacher that are cut in different places, on every rank.
@@ -83,22 +81,29 @@ def generalized_jsd(
     raise_pending()
     if not isinstance(beta, Real) or not 0 <= beta <= 1:
         raise ValueError(f'beta must be a number in [0, 1], got {beta!r}')
-    if teacher_shard is not None and teacher_shard != shard:
+    if teacher_shard is not None:
         shard, teacher_shard = common_shards(shard, teacher_shard)
     source = as_source(student, shard, chunk_size)
-    beside = Beside(teacher, teacher_shard or shard, source.lead)
+    beside = Beside(teacher, teacher_shard or shard, source)
     largest = torch.finfo(accumulate_dtype(source.dtype)).max
     if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
         raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
-    if mask is not None and (mask.dtype != torch.bool or tuple(mask.shape) != source.lead):
-        raise ValueError(f'mask must be bool {source.lead}, got {mask.dtype} {tuple(mask.shape)}')
+    _check_mask(mask, source.lead)
     ignored = None if mask is None else ~mask.to(source.device)
     cap = beside.largest_tile(source)
     if cap is not None and chunk_size is None and isinstance(student, Tensor):
         source = as_source(student, shard, max(1, cap // max(1, source.rows)))  # products of few rows are slow
-    request = _Request(source, beside, shard, float(beta), 1 / float(temperature), ignored, len(source.tensors), cap)
+    trained = tuple(torch.is_grad_enabled() and t.requires_grad for t in source.tensors)
+    request = _Request(source, beside, shard, float(beta), 1 / float(temperature), ignored, trained, cap)
     value = _Divergence.apply(request, *source.tensors, *beside.tensors)
     return value / (beta * (1 - beta)) if normalize and 0 < beta < 1 else value
+
+
+def _check_mask(mask: object, lead: tuple[int, ...]) -> None:
+    if mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == lead):
+        return
+    found = f'{mask.dtype} {tuple(mask.shape)}' if isinstance(mask, Tensor) else type(mask).__name__
+    raise ValueError(f'mask must be bool {lead}, the leading shape of the logits, got {found}')
 
 
 class _Request(NamedTuple):
@@ -108,12 +113,15 @@ class _Request(NamedTuple):
     beta: float
     inv_t: float
     ignored: Tensor | None  # [*lead]
-    count: int
-    """How many of the tensors are the student's."""
+    trained: tuple[bool, ...]
+    """Which of the student's tensors get a gradient."""
     cap: int | None
     """Elements of the largest tile that may be read of the teacher."""
-    trained: tuple[bool, ...] = ()
-    """Which of the student's tensors get a gradient."""
+
+    @property
+    def owned(self) -> int:
+        """How many of the tensors are the student's."""
+        return len(self.trained)
 
     @property
     def kind(self) -> str:
@@ -132,7 +140,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: Tensor) -> Tensor:
         source = request.source if request.ignored is None else request.source.without(request.ignored)
-        request = request._replace(source=source, trained=tuple(ctx.needs_input_grad[1 : 1 + request.count]))
+        request = request._replace(source=source)
         both = tuple(t.detach() for t in tensors)
         dtype = accumulate_dtype(source.dtype)
         inv_t = torch.full((), request.inv_t, dtype=dtype, device=source.device)
@@ -154,7 +162,7 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ignored, *saved = ctx.saved_tensors
         kept, tensors = saved[:5], saved[5:]
-        count = ctx.request.count
+        count = ctx.request.owned
         with torch.no_grad():
             needed = tuple(ctx.needs_input_grad[1 : 1 + count])
             found = _gradients(ctx.request, ignored, kept, tuple(t.detach() for t in tensors), grads[0], needed)
@@ -164,11 +172,10 @@ class _Divergence(torch.autograd.Function):
 def _mixed(request: _Request, both: tuple[Tensor, ...], kernels: Kernels, inv_t: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The divergence, and (m, log_s) of student and teacher and KL(S‖M)."""
     source, beta = request.source, request.beta
-    parts = _Parts(source, 2, crossed=False, inv_t=inv_t)
+    parts = _Parts(source, inv_t)
     for tile, t in _tiles(request, both, kernels):
-        found = [kernels.row_stats(x, inv_t, False, False, False, True) for x in (tile.x, t)]
-        parts.fold(tile, [stat for pair in found for stat in pair])
-    kept = parts.whole(request.shard)
+        parts.fold(tile, kernels.kl_stats(tile.x, t, inv_t))
+    *kept, _ = parts.whole(request.shard)
     rows = _rows(source, kept, inv_t, beta)
     sums = torch.zeros(2, source.rows, dtype=inv_t.dtype, device=source.device)
     for tile, t in _tiles(request, both, kernels, request.trained):
@@ -182,57 +189,42 @@ def _one_sided(
 ) -> tuple[Tensor, list[Tensor]]:
     """KL(P‖Q), P the teacher for `FORWARD`, else the student; and (m, log_s) of student and teacher and the value."""
     forward = request.kind == FORWARD
-    parts = _Parts(request.source, 2, crossed=True, inv_t=inv_t)
+    parts = _Parts(request.source, inv_t)
     for tile, t in _tiles(request, both, kernels, request.trained):
         p, q = (t, tile.x) if forward else (tile.x, t)
         parts.fold(tile, kernels.kl_stats(p, q, inv_t))
     m_p, log_s_p, m_q, log_s_q, mean = parts.whole(request.shard)
-    value = mean - ((m_p - m_q) + (log_s_p - log_s_q))
+    value = mean - (log_s_p - log_s_q)
     value = torch.where(value.isnan() & (mean == torch.inf), torch.inf, value)
     kept = [m_q, log_s_q, m_p, log_s_p] if forward else [m_p, log_s_p, m_q, log_s_q]
-    return value, [*kept, value]
+    return value, [*kept, value.clone()]  # the caller may change the value in place
 
 
 class _Parts:
-    """Online sums of two distributions over tiles of columns: of each (max, Σ exp), and where they are `crossed` the
-    sum of differences that the first one's exponentials weigh."""
+    """Online sums of two distributions over tiles of columns: what `kl_stats` finds in each."""
 
-    def __init__(self, source: Source, distributions: int, crossed: bool, inv_t: Tensor) -> None:
-        shape = (2 * distributions + crossed, source.rows)
-        self._state = torch.zeros(shape, dtype=inv_t.dtype, device=source.device)
-        self._state[: 2 * distributions : 2] = -torch.inf
+    def __init__(self, source: Source, inv_t: Tensor) -> None:
+        self._state = torch.zeros(5, source.rows, dtype=inv_t.dtype, device=source.device)
+        self._state[:4:2] = -torch.inf
         self._source, self._inv_t = source, inv_t
 
     def fold(self, tile: Tile, found: Sequence[Tensor]) -> None:
         new = torch.stack(list(found))
         if tile.columns.start > 0:
-            new = self._join(torch.stack([self._state[:, tile.rows], new]))
+            new = join_stats(torch.stack([self._state[:, tile.rows], new]), self._inv_t)
         self._state[:, tile.rows] = new
 
     def whole(self, shard: VocabShard) -> list[Tensor]:
-        """Over all ranks `[*lead]`: m and log Σ exp(y − m) of each, and the weighed mean difference. One all-gather."""
+        """Over all ranks `[*lead]`: m and log Σ exp(y − m) of each, and the mean under the first of (y − m) − (y' − m')
+        with the other's y'. One all-gather."""
         mine = torch.stack([self._source.unflatten(row) for row in self._state])
-        top_p, s_p, top_q, s_q, *crossed = self._join(all_gather_rows(mine, shard.group))
-        found = [top_p * self._inv_t, s_p.log(), top_q * self._inv_t, s_q.log()]
-        return [*found, *(sums / s_p for sums in crossed)]
-
-    def _join(self, parts: Tensor) -> Tensor:
-        """`[parts, k, ...]` as `[k, ...]`."""
-        out = []
-        for first in (0, 2):
-            top, s, _ = join((parts[:, first], parts[:, first + 1], None), self._inv_t, 0)
-            assert s is not None
-            out += [top, s]
-        if parts.shape[1] == 5:
-            shift = parts[:, 0] * self._inv_t - torch.where(out[0] == -torch.inf, 0, out[0] * self._inv_t)
-            weight = shift.exp()
-            out.append(torch.where(weight == 0, 0, weight * parts[:, 4]).sum(0))
-        return torch.stack(out)
+        top_p, s_p, top_q, s_q, crossed = join_stats(all_gather_rows(mine, shard.group), self._inv_t)
+        return [top_p * self._inv_t, s_p.log(), top_q * self._inv_t, s_q.log(), crossed / s_p]
 
 
 def _tiles(request: _Request, both: tuple[Tensor, ...], kernels: Kernels, trained: tuple[bool, ...] = ()) -> Any:
     """Tiles of the student, each with the teacher's logits."""
-    source, count = request.source, request.count
+    source, count = request.source, request.owned
     read = request.beside.reader(both[count:], source)
     for tile in source.tiles(both[:count], _smaller(kernels.max_elements, request.cap), trained):
         yield tile, read(tile.rows, tile.columns)
@@ -245,7 +237,9 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 def _rows(source: Source, kept: Sequence[Tensor], inv_t: Tensor, beta: float) -> Rows:
     """The kernels' numbers, in the source's row order."""
     m_x, log_s_x, m_t, log_s_t = (source.flatten(row) for row in kept[:4])
-    return Rows(inv_t.expand_as(m_x), torch.full_like(m_x, beta), m_x, log_s_x, m_t, log_s_t)
+    least = math.log(min(beta, 1 - beta)) if 0 < beta < 1 else 0.0  # here, since float32 may round 1 - beta to 1
+    weight, log_least = torch.full_like(m_x, beta), torch.full_like(m_x, least)
+    return Rows(inv_t.expand_as(m_x), weight, log_least, m_x, log_s_x, m_t, log_s_t)
 
 
 def _gradients(
@@ -257,7 +251,7 @@ def _gradients(
     needed: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Of the student's tensors."""
-    source, count = request.source, request.count
+    source, count = request.source, request.owned
     kernels = select(source.device, source.rows, request.shard.true_columns)
     inv_t = torch.full((), request.inv_t, dtype=kept[0].dtype, device=source.device)
     scale = grad.to(inv_t.dtype) * inv_t * (1 - request.beta if request.kind == MIXED else 1.0)
@@ -276,7 +270,7 @@ def _gradients(
 def common_shards(shard: VocabShard, other: VocabShard) -> tuple[VocabShard, VocabShard]:
     """Both shards restricted to the ids that both vocabularies have, where they are cut in the same places.
 
-    ValueError on every rank where they are not. Collective over the group the first time.
+    ValueError on every rank where they are not. Collective over the group: whether they are, no rank can tell alone.
     """
     common = min(shard.vocab_size, other.vocab_size)
     mine, theirs = replace(shard, vocab_size=common), replace(other, vocab_size=common)
@@ -290,7 +284,6 @@ def common_shards(shard: VocabShard, other: VocabShard) -> tuple[VocabShard, Voc
     return mine, theirs
 
 
-@functools.lru_cache(maxsize=64)
 def _cuts(mine: VocabShard, theirs: VocabShard) -> tuple[list[str], list[str]]:
     """On every rank, of each shard the ranges of all ranks that hold true ids."""
     row = [end for one in (mine, theirs) for end in (one.start, one.start + one.true_columns)]

@@ -150,30 +150,20 @@ def row_grad(
 
 def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
     """As `divergence.kl_stats`."""
-    parts = []
-    for at in _narrow_columns(p, q):
-        found = _compiled_pair(_kl_stats, p[:, at], q[:, at], inv_t, label=())
-        if found is None:
-            found = divergence.kl_stats(p[:, at], q[:, at], inv_t)
-        parts.append(torch.stack(found))
-    stacked = torch.stack(parts)
-    top_p, s_p, _ = join((stacked[:, 0], stacked[:, 1], None), inv_t, 0)
-    top_q, s_q, _ = join((stacked[:, 2], stacked[:, 3], None), inv_t, 0)
-    weight = (stacked[:, 0] * inv_t - torch.where(top_p == -torch.inf, 0, top_p * inv_t)).exp()
-    crossed = torch.where(weight == 0, 0, weight * stacked[:, 4]).sum(0)
-    assert s_p is not None
-    assert s_q is not None
-    return [top_p, s_p, top_q, s_q, crossed]
+    parts = _pairs(_kl_stats, p, q, inv_t)
+    if parts is None:
+        blocks = [divergence.kl_stats(p[at], q[at], inv_t) for at in _blocks(p)]
+        return [torch.cat(found) for found in zip(*blocks)]
+    return list(divergence.join_stats(torch.stack([torch.stack(found) for found in parts]), inv_t))
 
 
 def jsd_sums(x: Tensor, t: Tensor, rows: divergence.Rows) -> list[Tensor]:
     """As `divergence.jsd_sums`."""
-    total = torch.zeros(2, len(x), dtype=rows.inv_t.dtype, device=x.device)
-    packed = torch.stack(list(rows))
-    for at in _narrow_columns(x, t):
-        found = _compiled_pair(_jsd_sums, x[:, at], t[:, at], packed, label=())
-        total += torch.stack(divergence.jsd_sums(x[:, at], t[:, at], rows) if found is None else found)
-    return list(total)
+    parts = _pairs(_jsd_sums, x, t, torch.stack(list(rows)))
+    if parts is None:
+        blocks = [divergence.jsd_sums(x[at], t[at], rows.at(at)) for at in _blocks(x)]
+        return [torch.cat(found) for found in zip(*blocks)]
+    return list(torch.stack([torch.stack(found) for found in parts]).sum(0))
 
 
 def divergence_grad(
@@ -189,19 +179,16 @@ def divergence_grad(
         divergence.fill(x[at], t[at], out[at], rows.at(at), scale[at], k[at], kind)
 
 
-def _narrow_columns(x: Tensor, t: Tensor) -> list[slice]:
-    """Parts of the columns that are summed at once, see `WIDTH`; in eager torch few enough elements for its
-    temporaries."""
-    whole = _regular(x) and _regular(t)
-    width = _width(x.shape[1]) if whole else max(1, EAGER_ROWS // max(1, x.shape[0]))
-    return [slice(left, left + width) for left in range(0, x.shape[1], width)]
-
-
-def _compiled_pair(function: Callable[..., Any], x: Tensor, t: Tensor, more: Tensor, label: tuple[str, ...]) -> Any:
-    """The kernel of a pair of tiles; None where it does not apply."""
+def _pairs(function: Callable[..., Any], x: Tensor, t: Tensor, more: Tensor) -> list[list[Tensor]] | None:
+    """Of a pair of tiles what the kernel finds in each part of the columns that is summed at once, see `WIDTH`; None
+    where it does not apply."""
     if not (_regular(x) and _regular(t)):
         return None
-    return _kernel(function, (*label, *_kind(x), *_kind(t)))(_alone(x), _alone(t), more)
+    found, width = [], _width(x.shape[1])
+    for left in range(0, x.shape[1], width):
+        pair = [side[:, left : left + width] for side in (x, t)]
+        found.append(_kernel(function, (*_kind(pair[0]), *_kind(pair[1])))(*map(_alone, pair), more))
+    return None if any(part is None for part in found) else found
 
 
 def _kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:

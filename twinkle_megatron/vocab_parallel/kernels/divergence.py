@@ -11,15 +11,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .parts import join
+
 FORWARD, REVERSE, MIXED = 'KL(T|S)', 'KL(S|T)', 'JSD'
 """Which divergence: those of beta 0 and 1, and those between."""
 
 
 class Rows(NamedTuple):
-    """Per row `[R]`, in the accumulation dtype: inv_t, beta and the normalisers, m and log Σ exp(y − m) of both."""
+    """Per row `[R]`, in the accumulation dtype: inv_t, beta, the log of the smaller weight in the mixture, and the
+    normalisers, m and log Σ exp(y − m), of both."""
 
     inv_t: Tensor
     beta: Tensor
+    log_least: Tensor
     m_x: Tensor
     log_s_x: Tensor
     m_t: Tensor
@@ -30,14 +34,28 @@ class Rows(NamedTuple):
 
 
 def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
-    """For KL(P‖Q) in one pass: max p, Σ exp(y_p − m_p), max q, Σ exp(y_q − m_q) and Σ exp(y_p − m_p)·(y_p − y_q), each
-    `[R]`; where P is 0 nothing is added."""
+    """For KL(P‖Q) in one pass: max p, Σ exp(y_p − m_p), max q, Σ exp(y_q − m_q) and Σ exp(y_p − m_p)·((y_p − m_p) −
+    (y_q − m_q)), each `[R]`; where P is 0 nothing is added."""
     a, b = p.to(inv_t.dtype), q.to(inv_t.dtype)
     top_p, top_q = a.amax(-1), b.amax(-1)
-    y, z = a * inv_t, b * inv_t
-    e = (y - _finite(top_p * inv_t)[:, None]).exp()
-    s_q = (z - _finite(top_q * inv_t)[:, None]).exp().sum(-1)
-    return [top_p, e.sum(-1), top_q, s_q, torch.where(e > 0, e * (y - z), 0).sum(-1)]
+    # in one layout, so that equal rows are summed in the same order
+    y = (a * inv_t).contiguous() - _finite(top_p * inv_t)[:, None]
+    z = (b * inv_t).contiguous() - _finite(top_q * inv_t)[:, None]
+    e = y.exp()
+    return [top_p, e.sum(-1), top_q, z.exp().sum(-1), torch.where(e == 0, 0, e * (y - z)).sum(-1)]
+
+
+def join_stats(parts: Tensor, inv_t: Tensor) -> Tensor:
+    """`kl_stats` of whole rows `[5, ...]` from those of their parts `[parts, 5, ...]`."""
+    top_p, s_p, _ = join((parts[:, 0], parts[:, 1], None), inv_t, 0)
+    top_q, s_q, _ = join((parts[:, 2], parts[:, 3], None), inv_t, 0)
+    assert s_p is not None
+    assert s_q is not None
+    m_p, m_q = _finite(top_p * inv_t), _finite(top_q * inv_t)
+    weight = (parts[:, 0] * inv_t - m_p).exp()
+    moved = (_finite(parts[:, 0] * inv_t) - m_p) - (_finite(parts[:, 2] * inv_t) - m_q)
+    crossed = torch.where(weight == 0, 0, weight * (parts[:, 4] + parts[:, 1] * moved)).sum(0)
+    return torch.stack([top_p, s_p, top_q, s_q, crossed])
 
 
 def jsd_sums(x: Tensor, t: Tensor, rows: Rows) -> list[Tensor]:
@@ -45,7 +63,7 @@ def jsd_sums(x: Tensor, t: Tensor, rows: Rows) -> list[Tensor]:
     log_s, log_t = _log_probs(x, t, rows)
     teacher, student = _over_mixture(log_s, log_t, rows)
     s, p = log_s.exp(), log_t.exp()
-    return [torch.where(p > 0, p * teacher, 0).sum(-1), torch.where(s > 0, s * student, 0).sum(-1)]
+    return [torch.where(p == 0, 0, p * teacher).sum(-1), torch.where(s == 0, 0, s * student).sum(-1)]
 
 
 def gradient(x: Tensor, t: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: str) -> Tensor:
@@ -57,7 +75,7 @@ def gradient(x: Tensor, t: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: s
         g = s - log_t.exp()
     else:
         away = _over_mixture(log_s, log_t, rows)[1] if kind == MIXED else log_s - log_t
-        g = torch.where(s > 0, s * (away - k[:, None]), 0)
+        g = torch.where(s == 0, 0, s * (away - k[:, None]))
     return torch.where(scale[:, None] != 0, scale[:, None] * g, 0)
 
 
@@ -67,7 +85,7 @@ def fill(x: Tensor, t: Tensor, out: Tensor, rows: Rows, scale: Tensor, k: Tensor
 
 
 def _log_probs(x: Tensor, t: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    inv_t, _, m_x, log_s_x, m_t, log_s_t = (row[:, None] for row in rows)
+    inv_t, _, _, m_x, log_s_x, m_t, log_s_t = (row[:, None] for row in rows)
     dtype = rows.inv_t.dtype
     return (x.to(dtype) * inv_t - m_x) - log_s_x, (t.to(dtype) * inv_t - m_t) - log_s_t
 
@@ -76,11 +94,13 @@ def _over_mixture(log_s: Tensor, log_t: Tensor, rows: Rows) -> tuple[Tensor, Ten
     """log T − log M and log S − log M.
 
     With d = log S − log T both are ±max(±d, 0) − log(1 + w·(exp(−|d|) − 1)), w the weight of the smaller one: nothing
-    overflows, and small d keep their digits. Where one is −∞ the other's is −log of its own weight.
+    overflows, and small d keep their digits. Where one is −∞ the other's is −log of its own weight, also where that
+    weight is lost beside 1.
     """
     beta = rows.beta[:, None]
     d = log_s - log_t
     q = torch.log1p(torch.where(d > 0, beta, 1 - beta) * torch.expm1(-d.abs()))
+    q = torch.maximum(q, rows.log_least[:, None])
     return -d.clamp(min=0) - q, d.clamp(max=0) - q
 
 
