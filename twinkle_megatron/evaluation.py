@@ -131,6 +131,8 @@ class Evaluation:
         if isinstance(self.loss, SweepLoss):
             batch = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp, self.totals)
             own = {key: value for key, value in extra.items() if key in self.loss.extras}
+            if self.loss.reads_logits:
+                own |= {'logits': seen.logits, 'shard': seen.shard}
             return self.loss.contribution(batch, seen.stats, **own)
         outputs['logits'] = seen.logits
         return self._foreign(features, outputs, extra, counts, micro_batches)

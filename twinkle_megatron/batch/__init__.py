@@ -7,10 +7,12 @@ from .checks import check_micro_batch, explain_fault, value_faults
 from .context import context_positions, join_context, split_context, zigzag
 from .extras import (
     CONSTANT,
+    HEADS,
     LOG_PROBS,
     OUTPUTS,
     PER_PAIR,
     PER_TOKEN,
+    VECTORS,
     WholeRows,
     align_extras,
     split_by_pair,
@@ -33,11 +35,13 @@ from .tokens import Counts, TokenBatch, trained_labels
 
 __all__ = [
     'CONSTANT',
+    'HEADS',
     'LAYOUTS',
     'LOG_PROBS',
     'OUTPUTS',
     'PER_PAIR',
     'PER_TOKEN',
+    'VECTORS',
     'Counts',
     'Packing',
     'Pairs',

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .micro_batches import is_per_token
+
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
     """Positions of a sequence that context parallel rank `cp_rank` holds: chunks r and 2·cp − 1 − r of 2·cp equal
@@ -39,15 +41,12 @@ def context_positions(length: int, cp_size: int, cp_rank: int, boundaries: Tenso
 def split_context(
     batch: Mapping[str, Any], cp_size: int, cp_rank: int, boundaries: Tensor | None = None
 ) -> dict[str, Any]:
-    """This context parallel rank's tokens of every `[b, s]` tensor of the micro-batch; the whole batch for cp 1."""
+    """This context parallel rank's tokens of every tensor `[b, s]` or `[b, s, c]`; the whole batch for cp 1."""
     if cp_size == 1:
         return dict(batch)
     shape = batch['input_ids'].shape
     at = context_positions(shape[1], cp_size, cp_rank, boundaries)
-    return {
-        key: value[:, at.to(value.device)] if isinstance(value, Tensor) and value.shape == shape else value
-        for key, value in batch.items()
-    }
+    return {key: value[:, at.to(value.device)] if is_per_token(value, shape) else value for key, value in batch.items()}
 
 
 def join_context(parts: Tensor, boundaries: Tensor | None = None) -> Tensor:

@@ -14,13 +14,15 @@ from torch import Tensor
 from .micro_batches import describe
 from .sequences import Packing, packing_of, sequence_ids, sequence_lengths
 from .tokens import trained_labels
+from .vectors import align_vectors
 
 PER_TOKEN, LOG_PROBS, PER_PAIR = 'per token', 'log-probs', 'per pair'
-OUTPUTS, CONSTANT = 'outputs', 'constant'
+OUTPUTS, VECTORS, HEADS, CONSTANT = 'outputs', 'vectors', 'heads', 'constant'
 """What a keyword is. `PER_TOKEN` values are aligned with the labels. So are `LOG_PROBS`, of which one number for a
 whole sequence would be none of its tokens'. `PER_PAIR` ones are one number for each pair of sequences. `OUTPUTS` are
-what another model's forward pass returned, of which `logps` count, as `LOG_PROBS`. `CONSTANT` ones go to every
-micro-batch as they are."""
+what another model's forward pass returned, of which `logps` count, as `LOG_PROBS`. `VECTORS` are several numbers for
+each token, see `align_vectors`. `HEADS` are one thing for each micro-batch, which belongs to it as it is. `CONSTANT`
+ones go to every micro-batch as they are."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ def align_extras(
             parts: Sequence[Any] = [value] * len(rows)
         elif not rows:
             parts = []
+        elif kind == HEADS:
+            parts = _one_each(key, value, len(rows))
+        elif kind == VECTORS:
+            parts = align_vectors(key, value, rows, shifted, order)
         elif kind == PER_PAIR:
             split = split_by_pair(key, value, [row.count // 2 for row in rows])
             parts = [part.to(row.labels.device) for part, row in zip(split, rows)]
@@ -128,6 +134,13 @@ def align_extras(
         for mine, part in zip(out, parts):
             mine[key] = part
     return out
+
+
+def _one_each(key: str, value: Any, count: int) -> Sequence[Any]:
+    given = list(value) if isinstance(value, (list, tuple)) else [value]
+    if len(given) != count:
+        raise ValueError(f'{key} must be a list with one entry for each of the {count} micro-batches, got {len(given)}')
+    return given
 
 
 class _How(NamedTuple):

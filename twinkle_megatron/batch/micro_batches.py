@@ -56,7 +56,7 @@ def pad_micro_batch(batch: Mapping[str, Any], rows: int, length: int, ignore_ind
     out = dict(batch)
     if (b, s) != (rows, length):
         for key, value in batch.items():
-            if isinstance(value, Tensor) and value.shape == (b, s):
+            if is_per_token(value, (b, s)):
                 out[key] = _grow(value, rows, length, fill.get(key, 0))
     return out
 
@@ -109,8 +109,13 @@ def _collate(samples: list[dict[str, Any]], ignore_index: int) -> dict[str, Any]
     return out
 
 
+def is_per_token(value: Any, shape: tuple[int, ...]) -> bool:
+    """Whether it is a tensor `[b, s]` or `[b, s, c]`, whose entries belong to the tokens of rows of this shape."""
+    return isinstance(value, Tensor) and value.dim() in (2, 3) and tuple(value.shape[:2]) == tuple(shape)
+
+
 def _grow(value: Tensor, rows: int, length: int, fill: int) -> Tensor:
-    out = value.new_full((rows, length), fill)
+    out = value.new_full((rows, length, *value.shape[2:]), fill)
     out[: value.shape[0], : value.shape[1]] = value
     return out
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .micro_batches import describe
+from .micro_batches import describe, is_per_token
 
 
 class Packing(NamedTuple):
@@ -183,8 +183,9 @@ def spread_out(batch: Mapping[str, Any], packing: Packing, multiple: int, ignore
     columns = torch.arange(used, device=whose.device) + (boundaries - packing.boundaries)[whose]
     out = dict(batch)
     for key, value in batch.items():
-        if isinstance(value, Tensor) and value.shape == shape:
-            out[key] = value.new_full((1, int(boundaries[-1])), ignore_index if key == 'labels' else 0)
+        if is_per_token(value, shape):
+            fill = ignore_index if key == 'labels' else 0
+            out[key] = value.new_full((1, int(boundaries[-1]), *value.shape[2:]), fill)
             out[key][:, columns.to(value.device)] = value[:, :used]
     return Spread(out, Packing(boundaries, packing.lengths), columns)
 

@@ -2,6 +2,7 @@
 
 from .base import Loss
 from .cross_entropy import ChunkedCrossEntropyLoss, CrossEntropyLoss
+from .gkd import GKDLoss
 from .grpo import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
 from .preference import CPOLoss, DPOLoss, ORPOLoss, PreferenceLossBase, SimPOLoss
 
@@ -13,6 +14,7 @@ __all__ = [
     'CrossEntropyLoss',
     'DPOLoss',
     'DRGRPOLoss',
+    'GKDLoss',
     'GRPOLoss',
     'GSPOLoss',
     'Loss',

@@ -55,6 +55,9 @@ class SweepLoss(Loss):
     """Of what it is a mean, 'tokens', 'sequences' or 'pairs' (names in `Counts`): how calls weigh that are accumulated
     before one step."""
 
+    reads_logits: ClassVar[bool] = False
+    """Whether `contribution` is given the logits and their `shard` beside the statistics."""
+
     layout: str | None = None
     """Where the sequences of a pair lie, 'interleaved' or 'separated'; None: it knows no pairs."""
 
@@ -90,10 +93,21 @@ class SweepLoss(Loss):
     def _by_hand(
         self, inputs: InputFeature, outputs: ModelOutput, extra: dict[str, Any]
     ) -> tuple[TokenBatch, TokenStats, dict[str, Any]]:
+        training = outputs.get('logits') is not None and torch.is_grad_enabled()
+        batch, given = self.aligned(inputs, extra, training)
+        stats = self._statistics(batch, outputs)
+        assert stats.log_prob is not None
+        return replace(batch, labels=batch.labels.to(stats.log_prob.device)), stats, given
+
+    def aligned(
+        self, inputs: InputFeature, extra: Mapping[str, Any], training: bool
+    ) -> tuple[TokenBatch, dict[str, Any]]:
+        """Of a call by hand: its tokens, and the keywords that were given, aligned with their labels. ValueError for
+        keywords that the loss does not take, or that do not go together."""
         reject_unknown(extra, self.extras, f'{type(self).__name__}.__call__')
         batch = TokenBatch.of(inputs, self.ignore_index)
         given = {key: value for key, value in extra.items() if value is not None}
-        self.check_call(given, training=outputs.get('logits') is not None and torch.is_grad_enabled())
+        self.check_call(given, training)
         if any(self.extras[key] != CONSTANT for key in given):
             whole = WholeRows.of({**inputs, 'labels': batch.labels}, self.ignore_index)
             if self.layout is not None:
@@ -101,9 +115,7 @@ class SweepLoss(Loss):
             (given,) = align_extras(given, self.extras, [whole])
             along = (PER_TOKEN, LOG_PROBS, OUTPUTS)
             given = {k: v.view(batch.labels.shape) if self.extras[k] in along else v for k, v in given.items()}
-        stats = self._statistics(batch, outputs)
-        assert stats.log_prob is not None
-        return replace(batch, labels=batch.labels.to(stats.log_prob.device)), stats, given
+        return batch, given
 
     def _statistics(self, batch: TokenBatch, outputs: ModelOutput) -> TokenStats:
         ready = outputs.get('token_stats')

@@ -71,7 +71,8 @@ class Census:
 
     def _faults(self, item: Item) -> dict[str, Tensor]:
         faults = value_faults(item.batch, self._vocab_size, self._ignore_index, self._max_length)
-        return faults | {key: self._missing(item.batch, key).sum() for key in item.batch if key.startswith(PREFIX)}
+        own = (key for key, value in item.batch.items() if key.startswith(PREFIX) and value.dim() < 3)
+        return faults | {key: self._missing(item.batch, key).sum() for key in own}
 
     def _missing(self, batch: Mapping[str, Any], key: str) -> Tensor:
         """Where a keyword is NaN though it counts, `[b, s]` or, of one a pair, `[p]`."""

@@ -11,6 +11,7 @@ import torch
 
 from ..batch import (
     CONSTANT,
+    HEADS,
     Counts,
     Packing,
     WholeRows,
@@ -182,7 +183,7 @@ def _checked(
     if layout is not None:
         _check_pairs(whole)
     said = {key: value for key, value in extra.given.items() if key in extra.kinds}
-    constant = {key for key in said if extra.kinds[key] == CONSTANT}
+    constant = {key for key in said if extra.kinds[key] in (CONSTANT, HEADS)}
     aligned = align_extras(said, extra.kinds, whole, extra.shifted, order)
     split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order)
     items = []

@@ -5,6 +5,7 @@ from .functions import argmax, cross_entropy, log_probs, log_probs_and_entropy
 from .linear_head import LinearHead
 from .logits import Logits
 from .shard import VocabShard
+from .tail import log_probs_and_tail
 from .token_stats import TokenStats, token_stats
 from .topk import gather, topk
 
@@ -19,6 +20,7 @@ __all__ = [
     'generalized_jsd',
     'log_probs',
     'log_probs_and_entropy',
+    'log_probs_and_tail',
     'recut',
     'token_stats',
     'topk',

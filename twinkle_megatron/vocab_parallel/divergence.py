@@ -61,7 +61,7 @@ def generalized_jsd(
         teacher_shard: which ids the teacher's columns are, where its vocabulary is another one. Only ids that both have
             are compared, each distribution renormalised over them. Its columns have to be cut where the student's are:
             `recut` cuts a weight anew.
-        chunk_size: columns of the vocabulary handled at once where that takes memory.
+        chunk_size: tokens handled at once, at most, where that takes memory; values do not depend on it.
 
     Returns:
         float32 (float64 for a float64 student), bitwise the same on all TP ranks. Upstream gradients must be equal on
@@ -83,7 +83,9 @@ def generalized_jsd(
         raise ValueError(f'beta must be a number in [0, 1], got {beta!r}')
     if teacher_shard is not None:
         shard, teacher_shard = common_shards(shard, teacher_shard)
-    source = as_source(student, shard, chunk_size)
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f'chunk_size must be an int >= 1 (tokens handled at once), got {chunk_size!r}')
+    source = as_source(student, shard)
     beside = Beside(teacher, teacher_shard or shard, source)
     largest = torch.finfo(accumulate_dtype(source.dtype)).max
     if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
@@ -91,7 +93,9 @@ def generalized_jsd(
     _check_mask(mask, source.lead)
     ignored = None if mask is None else ~mask.to(source.device)
     cap = beside.largest_tile(source)
-    if cap is not None and chunk_size is None and isinstance(student, Tensor):
+    if chunk_size is not None:
+        cap = _smaller(cap, chunk_size * max(1, shard.true_columns))
+    if cap is not None and isinstance(student, Tensor):
         source = as_source(student, shard, max(1, cap // max(1, source.rows)))  # products of few rows are slow
     trained = tuple(torch.is_grad_enabled() and t.requires_grad for t in source.tensors)
     request = _Request(source, beside, shard, float(beta), 1 / float(temperature), ignored, trained, cap)
