@@ -110,8 +110,12 @@ class Evaluation:
     def sweep(self, logits: Logits, labels: Tensor) -> Seen:
         """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP, and
         those of a linear head."""
-        shard = self._shard_of(local_size(logits))
+        shard = self.shard_of(logits)
         return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self._needs))
+
+    def shard_of(self, logits: Logits) -> VocabShard:
+        """Which ids this rank's columns are."""
+        return self._shard_of(local_size(logits))
 
     def contribution(
         self,

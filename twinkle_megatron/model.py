@@ -20,6 +20,7 @@ from .megatron.schedule import Outcome
 from .megatron.snapshot import Snapshot
 from .metric import Metric, build_metric
 from .reference import Reference
+from .teacher import Teacher
 
 
 class MegatronModel:
@@ -208,6 +209,21 @@ class MegatronModel:
             within = adapter_off or Snapshot(self.chunks, self._engine.models).swapped_in
         engine = self._engine if chunks is None else self._engine.beside(chunks)
         return Reference(engine, self._all_evaluations, within, cache)
+
+    def teacher(self, chunks: Any, vocab_size: int | None = None) -> Teacher:
+        """A frozen teacher beside this model, for `GKDLoss`; see `Teacher`.
+
+            teacher = model.teacher(teacher_chunks)
+            model.forward_backward(inputs, teacher=teacher.heads(inputs))
+
+        Args:
+            chunks: its own, in the same layout, wrapped or bare; any hidden size and number of layers.
+            vocab_size: its true vocabulary size; None: that of this model, or the teacher's if that is padded less.
+        """
+        (model, *_), _ = checks.unwrap(chunks if isinstance(chunks, (list, tuple)) else [chunks])
+        sizes = [size for size in (getattr(model, 'vocab_size', None), self.vocab_size) if size is not None]
+        engine = self._engine.beside(chunks, head='linear', vocab_size=vocab_size or min(sizes, default=None))
+        return Teacher(engine, self._engine, self._all_evaluations)
 
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes

@@ -40,15 +40,15 @@ class TeacherHead(NamedTuple):
 
 
 class GKDLoss(SweepLoss):
-    """Generalised knowledge distillation (Agarwal et al., arXiv 2306.13649, eq. 2): the mean over the trained tokens of
-    the global batch of the generalised Jensen-Shannon divergence of student S and teacher T, see `generalized_jsd`:
+    """Generalised knowledge distillation (Agarwal et al., arXiv 2306.13649): the mean over the trained tokens of the
+    global batch of the generalised Jensen-Shannon divergence of student S and teacher T, see `generalized_jsd`:
 
         beta·KL(T‖M) + (1 − beta)·KL(S‖M), M = beta·T + (1 − beta)·S; KL(T‖S) for beta 0, KL(S‖T) for beta 1
 
     Args:
         teacher_mode: 'full': the teacher's whole distribution. 'topk_local': its k best tokens, found here, exactly and
-            over all shards. 'topk_remote': the best tokens of a teacher elsewhere, as its API gives them. None: what the
-            call's keywords say. A mode that does not fit them is a ValueError.
+            over all shards. 'topk_remote': the best tokens of a teacher elsewhere, as its API gives them. None: what
+            the call's keywords say. A mode that does not fit them is a ValueError.
         beta: weight of the teacher in the mixture, in [0, 1].
         temperature: logits of both are divided by it, and log-probs from an API, which are then renormalised; > 0.
         topk: k of 'topk_local'.
@@ -63,8 +63,8 @@ class GKDLoss(SweepLoss):
     Call keywords, one teacher:
         teacher_logits: `[b, s, V/tp]` for each micro-batch, this rank's columns, cut like the student's (on one process
             the whole vocabulary); or for each sequence, see `align_vectors`.
-        teacher: for each micro-batch a `LinearHead`, as `MegatronModel.teacher(...).heads(inputs)` gives them, or outputs
-            with `logits` (and their `vocab_shard`).
+        teacher: for each micro-batch a `LinearHead`, as `MegatronModel.teacher(...).heads(inputs)` gives them, or
+            outputs with `logits` (and their `vocab_shard`).
         teacher_topk_logprobs, teacher_topk_indices: log-probs in nats and global ids of the best tokens `[b, s, k]`, or
             for each sequence lists for each token, ragged or filled up with −inf.
         topk: as the constructor's, for one call.

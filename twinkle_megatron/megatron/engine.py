@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..evaluation import Evaluation
-from ..groups import Groups
+from ..groups import Groups, group_size
 from ..vocab_parallel import VocabShard
 from . import checks
 from .head_choice import HeadChoice
@@ -51,22 +51,28 @@ class Engine:
         self._head, self._max_workspace_mb = head, max_workspace_mb
         self.models, self.config = checks.unwrap(self.chunks)
         checks.check_chunks(self.chunks, self.models, self.config, groups, optimizer, trains)
-        self._padded_vocab_size: int | None = getattr(self.models[0], 'vocab_size', None)
-        checks.check_vocab_size(vocab_size, self._padded_vocab_size)
-        self.vocab_size = vocab_size if vocab_size is not None else self._padded_vocab_size
+        self.padded_vocab_size: int | None = getattr(self.models[0], 'vocab_size', None)
+        checks.check_vocab_size(vocab_size, self.padded_vocab_size)
+        self.vocab_size = vocab_size if vocab_size is not None else self.padded_vocab_size
         self._head_choice = HeadChoice(head, self.models, self.config, groups, max_workspace_mb)
         self.runner = Runner(self.chunks, self.models, self.config, groups, collection, scale_loss)
         self._limits = Limits.of(self.models[0], self.config, groups, self.vocab_size, len(self.chunks))
         self._shards: dict[int, VocabShard] = {}
 
-    def beside(self, chunks: Any) -> Engine:
-        """Another one in the same layout, for chunks that are not trained."""
+    @property
+    def own_shard(self) -> VocabShard | None:
+        """This rank's, where the model tells its vocabulary size."""
+        padded = self.padded_vocab_size
+        return None if padded is None else self.shard(padded // group_size(self.groups.tp))
+
+    def beside(self, chunks: Any, head: str | None = None, vocab_size: int | None = None) -> Engine:
+        """Another one in the same layout, for chunks that are not trained; by default with this one's settings."""
         return Engine(
             chunks,
             self.groups,
             self._collection,
-            vocab_size=self.vocab_size,
-            head=self._head,
+            vocab_size=vocab_size or self.vocab_size,
+            head=head or self._head,
             max_workspace_mb=self._max_workspace_mb,
             trains=False,
         )
@@ -118,7 +124,7 @@ class Engine:
         """This rank's, for logits of so many columns."""
         if local_size not in self._shards:
             self._shards[local_size] = checks.vocab_shard(
-                local_size, self.groups.tp, self.vocab_size, self._padded_vocab_size
+                local_size, self.groups.tp, self.vocab_size, self.padded_vocab_size
             )
         return self._shards[local_size]
 
