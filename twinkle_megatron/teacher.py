@@ -26,6 +26,7 @@ class Teacher:
 
     def __init__(self, engine: Engine, student: Engine, like: Callable[[], Evaluation]) -> None:
         self._engine, self._student, self._like = engine, student, like
+        self._same: bool | None = None
         self._recut: dict[int, Tensor] = {}
 
     def heads(self, inputs: Any, micro_batch_size: int | None = None) -> list[TeacherHead]:
@@ -45,7 +46,9 @@ class Teacher:
 
     def _cut_like_student(self, head: LinearHead, shard: VocabShard) -> TeacherHead:
         wanted = self._student.own_shard
-        if wanted is None or same_cuts(shard, wanted):
+        if self._same is None:
+            self._same = wanted is None or same_cuts(shard, wanted)
+        if wanted is None or self._same:
             return TeacherHead(head, shard)
         for name in ('weight', 'bias'):
             rows = getattr(head, name)

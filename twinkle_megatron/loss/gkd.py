@@ -174,11 +174,13 @@ class GKDLoss(SweepLoss):
         teacher, teacher_shard = self._teacher(given, shard)
         if mode == 'full':
             return generalized_jsd(
-                logits, teacher, shard=shard, teacher_shard=teacher_shard, beta=self.beta,
-                temperature=self.temperature, mask=mask, chunk_size=self.tokens_at_once,
+                logits, teacher, shard=shard, teacher_shard=None if teacher_shard == shard else teacher_shard,
+                beta=self.beta, temperature=self.temperature, mask=mask, chunk_size=self.tokens_at_once,
             )  # fmt: skip
+        common = min(shard.vocab_size, teacher_shard.vocab_size)
+        shard, teacher_shard = (replace(one, vocab_size=common) for one in (shard, teacher_shard))
         with torch.no_grad():
-            ids, scores, tail = self._best(teacher, teacher_shard, shard, given)
+            ids, scores, tail = self._best(teacher, teacher_shard, given)
         return self._over_best(logits, shard, mask, ids, scores, tail)
 
     def _remote_tail(self, scores: Tensor) -> Tensor | None:
@@ -189,16 +191,15 @@ class GKDLoss(SweepLoss):
         return torch.where(told < 0, torch.log(-torch.expm1(torch.where(told < 0, told, -1.0))), -torch.inf)
 
     def _best(
-        self, teacher: Logits, teacher_shard: VocabShard, shard: VocabShard, given: Mapping[str, Any]
+        self, teacher: Logits, shard: VocabShard, given: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids of the teacher's best tokens of those that the student knows, and its logits there; with a bucket its
-        log-probs, and that of all other tokens."""
-        common = min(shard.vocab_size, teacher_shard.vocab_size)
-        known = VocabShard(teacher_shard.start, teacher_shard.stop, common, teacher_shard.group)
-        values, ids = best_of(teacher, min(_checked_k(given.get('topk', self.topk)) or 1, common), shard=known)
+        """Ids of the teacher's best tokens, and its logits there; with a bucket its log-probs, and that of all other
+        tokens."""
+        k = _checked_k(given.get('topk', self.topk)) or 1
+        values, ids = best_of(teacher, min(k, shard.vocab_size), shard=shard)
         if self.topk_tail == 'renormalize':
             return ids, values, None
-        return ids, *log_probs_and_tail(teacher, ids, shard=known, temperature=self.temperature)
+        return ids, *log_probs_and_tail(teacher, ids, shard=shard, temperature=self.temperature)
 
     def _over_best(
         self, logits: Logits, shard: VocabShard, mask: Tensor, ids: Tensor, scores: Tensor, tail: Tensor | None

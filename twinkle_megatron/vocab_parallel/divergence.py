@@ -288,6 +288,13 @@ def common_shards(shard: VocabShard, other: VocabShard) -> tuple[VocabShard, Voc
     return mine, theirs
 
 
+def same_cuts(shard: VocabShard, other: VocabShard) -> bool:
+    """Whether the ids that both vocabularies have are cut in the same places. Collective over the group."""
+    common = min(shard.vocab_size, other.vocab_size)
+    mine, theirs = _cuts(replace(shard, vocab_size=common), replace(other, vocab_size=common))
+    return mine == theirs
+
+
 def _cuts(mine: VocabShard, theirs: VocabShard) -> tuple[list[str], list[str]]:
     """On every rank, of each shard the ranges of all ranks that hold true ids."""
     row = [end for one in (mine, theirs) for end in (one.start, one.start + one.true_columns)]
