@@ -55,9 +55,10 @@ def align_vectors(
         )
     entries = [_matrix(key, entry, i) for i, entry in enumerate(whole)]
     entries = entries if order is None else [entries[i] for i in order]
+    dtype = next((entry.dtype for entry in entries if entry.numel()), torch.float64)
     out, first = [], 0
     for row in rows:
-        out.append(_by_sequence(key, entries[first : first + row.count], row, first, shifted))
+        out.append(_by_sequence(key, entries[first : first + row.count], row, first, shifted, dtype))
         first += row.count
     return out
 
@@ -94,9 +95,10 @@ def _matrix(key: str, entry: Any, sample: int) -> Tensor:
     return found
 
 
-def _by_sequence(key: str, entries: Sequence[Tensor], row: WholeRows, first: int, shifted: bool) -> Tensor:
-    width = max((entry.shape[1] for entry in entries), default=0)
-    dtype = next((entry.dtype for entry in entries if entry.numel()), torch.float64)
+def _by_sequence(
+    key: str, entries: Sequence[Tensor], row: WholeRows, first: int, shifted: bool, dtype: torch.dtype
+) -> Tensor:
+    width = max([entry.shape[1] for entry in entries] + [1])  # where no token has any, too
     device = row.labels.device
     out = torch.full((row.trained.size, width), _fill(dtype), dtype=dtype, device=device)
     for number, entry in enumerate(entries):

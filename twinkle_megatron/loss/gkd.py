@@ -268,10 +268,11 @@ def _sound(ids: Tensor, scores: Tensor, mask: Tensor, vocab_size: int) -> tuple[
             'teacher_topk_indices and teacher_topk_logprobs must both be [b, s, k] with k >= 1, got '
             f'{tuple(ids.shape)} and {tuple(scores.shape)}'
         )
-    if ids.dtype.is_floating_point:
-        raise ValueError(f'teacher_topk_indices must be integer ids, got {ids.dtype}')
     scores = scores.masked_fill(~mask[..., None], -torch.inf)
     told = scores > -torch.inf
+    if ids.dtype.is_floating_point and told.any():  # of nothing they have no dtype
+        raise ValueError(f'teacher_topk_indices must be integer ids, got {ids.dtype}')
+    ids = torch.where(told, ids, 0).long()
     ordered = torch.where(told, ids, -1 - torch.arange(ids.shape[-1], device=ids.device)).sort(-1).values
     faults = torch.stack([
         (told & ((ids < 0) | (ids >= vocab_size))).any(),
@@ -289,4 +290,4 @@ def _sound(ids: Tensor, scores: Tensor, mask: Tensor, vocab_size: int) -> tuple[
     for wrong, message in zip(faults, said):
         if wrong:
             raise ValueError(message)
-    return ids.long(), scores
+    return ids, scores
