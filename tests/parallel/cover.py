@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from invariance import EMPTY_RANK, UNEVEN, Split, even
 from tiny_gpt import Layout
 
-MOST_RANKS = 8
+MOST_RANKS, FEW_RANKS = 8, 4
 SPLITS = ('mb1', 'mb2', 'mb4', 'uneven', 'empty')
 
 
@@ -58,10 +60,10 @@ class Case:
     def __str__(self) -> str:
         return f'{self.layout}-{self.split}'
 
-    def pairs(self) -> set[tuple]:
+    def pairs(self) -> frozenset[tuple]:
         """Every two factors' settings in this case."""
         settings = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return set(itertools.combinations(settings, 2))
+        return frozenset(itertools.combinations(settings, 2))
 
 
 EVERY = [
@@ -71,13 +73,19 @@ EVERY = [
 ]
 
 
-def pairwise() -> list[Case]:
-    """A small list in which every pair of settings that can occur together does: greedily the case with most new pairs,
-    among equals the one with the fewest ranks."""
-    missing = set().union(*(case.pairs() for case in EVERY))
+def cover(cases: Sequence[Any]) -> list[Any]:
+    """A small list in which every pair of settings that occurs together in `cases` does: greedily the case with most
+    new pairs, among equals the one with the fewest ranks. A case has `pairs()` and a `layout`."""
+    pairs = {case: case.pairs() for case in cases}
+    missing = set().union(*pairs.values())
     chosen = []
     while missing:
-        best = max(EVERY, key=lambda case: (len(case.pairs() & missing), -case.layout.world))
-        missing -= best.pairs()
+        best = max(cases, key=lambda case: (len(pairs[case] & missing), -case.layout.world))
+        missing -= pairs[best]
         chosen.append(best)
     return chosen
+
+
+def on_few_ranks(cases: Sequence[Any]) -> list[Any]:
+    """Those that start in a moment on a small machine."""
+    return [case for case in cases if case.layout.world <= FEW_RANKS]

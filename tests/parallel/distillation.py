@@ -95,18 +95,6 @@ def _every() -> list[Case]:
 EVERY = _every()
 
 
-def pairwise() -> list[Case]:
-    """A small list in which every pair of settings of EVERY occurs."""
-    pairs = {case: case.pairs() for case in EVERY}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best_case = max(EVERY, key=lambda case: (len(pairs[case] & missing), -case.layout.world))
-        missing -= pairs[best_case]
-        chosen.append(best_case)
-    return chosen
-
-
 def _logits(spec: Spec) -> torch.Tensor:
     """Of all samples in one process `[8, LENGTH, V]`."""
     (chunk,) = build(spec)

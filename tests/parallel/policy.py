@@ -101,19 +101,6 @@ FORMS = ('ragged', 'rows', 'aligned')
 EVERY = _every()
 
 
-def pairwise() -> list[Case]:
-    """A small list in which every pair of settings of EVERY occurs: greedily the case with most new pairs, among equals
-    the one with the fewest ranks."""
-    pairs = {case: case.pairs() for case in EVERY}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(EVERY, key=lambda case: (len(pairs[case] & missing), -case.layout.world))
-        missing -= pairs[best]
-        chosen.append(best)
-    return chosen
-
-
 @dataclass(frozen=True)
 class Rollouts:
     """Extras of the eight samples of invariance.py, in sample order; per-token ones for the trained tokens alone."""

@@ -119,19 +119,6 @@ def _every() -> list[Case]:
 EVERY = _every()
 
 
-def pairwise() -> list[Case]:
-    """A small list in which every pair of settings of EVERY occurs: greedily the case with most new pairs, among equals
-    the one with the fewest ranks."""
-    pairs = {case: case.pairs() for case in EVERY}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(EVERY, key=lambda case: (len(pairs[case] & missing), -case.layout.world))
-        missing -= pairs[best]
-        chosen.append(best)
-    return chosen
-
-
 Sample = dict[str, torch.Tensor]
 
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from cover import EVERY, Case, pairwise
+from cover import EVERY, Case, cover
 from gradients import compare, padding_grad
 from invariance import UNEVEN, Split, reference, train_once
 from ranks import run_ranks
@@ -42,7 +42,7 @@ def run_case(case: Case, head: str) -> None:
     check(MIXTURE if case.ep > 1 else GPT, case.layout, case.cut, head=head)
 
 
-COVER = pairwise()
+COVER = cover(EVERY)
 
 
 @pytest.mark.parametrize('head', ['logits', 'linear'])

@@ -119,11 +119,12 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     k, dtype = ids.shape[-1], rest.dtype
     own, tail = (g.to(dtype) * inv_t for g in grads)
+    tail = torch.where(rest == -torch.inf, 0, tail)  # of nothing
     total = own.sum(-1) + tail
     column = source.shard.local_ids(ids).view(-1, k)[positions(source)]
     own = own.reshape(-1, k)[positions(source)]
     tail, total, rest, normalizer = (source.flatten(x) for x in (tail, total, rest, normalizer))
-    tail, rest = torch.where(rest == -torch.inf, 0, tail), torch.where(rest == -torch.inf, 0, rest)
+    rest = torch.where(rest == -torch.inf, 0, rest)
     active = (total != 0) | (tail != 0) | (own != 0).any(-1)
 
     def fill(tile: Tile, out: Tensor) -> None:
