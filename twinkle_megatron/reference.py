@@ -37,7 +37,7 @@ class Reference:
     of it, of the temperature and of `ignore_index`, so that none is taken for another. They do not depend on the
     layout. What is new is computed and written by every rank of the last stage that does not see its file, which need
     not be on a shared file system; files appear whole or not at all. The first call that finds files of an earlier run
-    computes them in any case and compares: ValueError, on every rank, if they are those of another policy.
+    computes the first micro-batch again and compares: ValueError, on every rank, if it is that of another policy.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Reference:
         plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
         if self._cache is None:
             return self._computed(plan, evaluation)
-        return self._cached(lambda: self._files(inputs, micro_batch_size, loss), plan, evaluation)
+        return self._cached(inputs, micro_batch_size, loss, plan, evaluation)
 
     def _computed(self, plan: Plan, evaluation: Evaluation) -> list[Tensor]:
         with ExitStack() as stack:
@@ -81,30 +81,29 @@ class Reference:
             raise_together(self._engine.groups, error)
             return self._engine.forward(plan, evaluation).logps
 
-    def _files(self, inputs: Any, micro_batch_size: int | None, loss: _LogProbs) -> list[Path]:
-        """Of each micro-batch, on the last stage."""
-        assert self._cache is not None
-        if not self._engine.groups.is_last_stage:
-            return []
-        about = f'{loss.temperature!r} {loss.ignore_index}'
-        batches = collated(inputs, micro_batch_size, loss.ignore_index, loss.layout).batches
-        return [self._cache / f'{_fingerprint(batch, about)}.pt' for batch in batches]
-
-    def _cached(self, name_files: Callable[[], list[Path]], plan: Plan, evaluation: Evaluation) -> list[Tensor]:
+    def _cached(
+        self, inputs: Any, micro_batch_size: int | None, loss: _LogProbs, plan: Plan, evaluation: Evaluation
+    ) -> list[Tensor]:
         groups, error = self._engine.groups, None
+        batches: list[dict[str, Any]] = []
         files: list[Path] = []
         found: list[Tensor | None] = []
         try:
-            files = name_files()
+            batches = collated(inputs, micro_batch_size, loss.ignore_index, loss.layout).batches
+            files = self._files(batches, loss)
             shapes = [item.shape for item in plan.items if not item.is_padding]
             found = [_read(file, shape) for file, shape in zip(files, shapes)]
         except Exception as caught:  # raised on every rank
             error = caught
         raise_together(groups, error)
         foreign = any(one is not None and file not in self._own for file, one in zip(files, found))
-        lacks = any(one is None for one in found) or (foreign and not self._checked)
-        lacking, foreigners = groups.gather_everyone(torch.tensor([float(lacks), float(foreign)])).sum(0).tolist()
+        flags = torch.tensor([float(any(one is None for one in found)), float(foreign)])
+        lacking, foreigners = groups.gather_everyone(flags).sum(0).tolist()
         if not lacking:
+            if foreigners and not self._checked:  # one micro-batch tells whose they are
+                first = self._engine.plan(batches[:1], None, NO_EXTRAS, evaluation, training=False)
+                self._compare(found, self._computed(first, evaluation))
+                self._checked = True
             return [one.to(self._engine.runner.device) for one in found if one is not None]
         computed = self._computed(plan, evaluation)
         self._compare(found, computed)
@@ -119,8 +118,15 @@ class Reference:
         self._checked = self._checked or foreigners > 0
         return computed
 
+    def _files(self, batches: list[dict[str, Any]], loss: _LogProbs) -> list[Path]:
+        """Of each micro-batch, on the last stage."""
+        assert self._cache is not None
+        about = f'{loss.temperature!r} {loss.ignore_index}'
+        mine = batches if self._engine.groups.is_last_stage else []
+        return [self._cache / f'{_fingerprint(batch, about)}.pt' for batch in mine]
+
     def _compare(self, found: list[Tensor | None], computed: list[Tensor]) -> None:
-        """ValueError, on every rank, unless all that was found is what this reference computes."""
+        """ValueError, on every rank, unless what was found is what this reference computes, as far as it was asked."""
         dtype = next((p.dtype for model in self._engine.models for p in model.parameters()), torch.float32)
         apart, tokens = torch.zeros((), dtype=torch.float64), 0
         for one, logps in zip(found, computed):
