@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -71,6 +72,57 @@ EVERY = [
     for values in itertools.product((1, 2, 4), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (False, True), SPLITS)
     if (case := Case(*values)).possible
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceCase:
+    """One setting of every factor for losses of sequences. `per_token` is Megatron's `calculate_per_token_loss`."""
+
+    packed: bool
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    sp: bool
+    head: str
+    split: str
+    per_token: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(tp=self.tp, pp=self.pp, cp=self.cp, dp=self.dp, sp=self.sp)
+
+    @property
+    def cut(self) -> Split:
+        if self.split == 'uneven':
+            return UNEVEN[self.dp]
+        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
+
+    @property
+    def possible(self) -> bool:
+        return (
+            self.layout.world <= MOST_RANKS and (not self.sp or self.tp > 1) and (self.split != 'empty' or self.dp == 2)
+        )
+
+    def __str__(self) -> str:
+        packed, count = 'packed' if self.packed else 'padded', 'n' if self.per_token else 'm'
+        return f'{packed}-{self.layout}-{self.head}-{self.split}-{count}'
+
+    def pairs(self) -> frozenset[tuple]:
+        """Every two factors' settings in this case."""
+        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in fields(self)], 2))
+
+
+SEQUENCE_FACTORS: dict[str, tuple[Any, ...]] = {
+    'packed': (False, True), 'tp': (1, 2), 'pp': (1, 2), 'cp': (1, 2), 'dp': (1, 2), 'sp': (False, True),
+    'head': ('logits', 'linear'), 'split': ('mb1', 'mb2', 'uneven', 'empty'),
+}  # fmt: skip
+
+
+def settings_of(factors: dict[str, tuple[Any, ...]]) -> list[tuple[dict[str, Any], int]]:
+    """Every combination, each with a number of its own, from which what changes from case to case may be taken."""
+    found = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
+    return [(settings, zlib.crc32(repr(tuple(settings.values())).encode()) >> 8) for settings in found]
 
 
 def cover(cases: Sequence[Any]) -> list[Any]:

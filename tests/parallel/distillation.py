@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cover import MOST_RANKS
+from cover import SEQUENCE_FACTORS, SequenceCase, settings_of
 from gradients import collect_grads
-from invariance import EMPTY_RANK, LENGTH, UNEVEN, Result, Split, even
+from invariance import LENGTH, Result, Split
 from policy import LENGTHS, cut_samples, micro_batches
 from ranks import device, run_ranks
 from tiny_gpt import Layout, Spec, build, initialize, unwrapped, wrap
@@ -44,55 +41,11 @@ others its heads."""
 ALL = tuple(range(8))
 
 
-@dataclass(frozen=True)
-class Case:
-    packed: bool
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    sp: bool
-    head: str
-    split: str
-    per_token: bool = True
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, cp=self.cp, dp=self.dp, sp=self.sp)
-
-    @property
-    def cut(self) -> Split:
-        if self.split == 'uneven':
-            return UNEVEN[self.dp]
-        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
-
-    @property
-    def possible(self) -> bool:
-        return (
-            self.layout.world <= MOST_RANKS and (not self.sp or self.tp > 1) and (self.split != 'empty' or self.dp == 2)
-        )
-
-    def __str__(self) -> str:
-        packed, count = 'packed' if self.packed else 'padded', 'n' if self.per_token else 'm'
-        return f'{packed}-{self.layout}-{self.head}-{self.split}-{count}'
-
-    def pairs(self) -> frozenset[tuple]:
-        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in fields(self)], 2))
-
-
-def _every() -> list[Case]:
-    found = []
-    for values in itertools.product(
-        (False, True), (1, 2, 4), (1, 2), (1, 2), (1, 2), (False, True), ('logits', 'linear'),
-        ('mb1', 'mb2', 'uneven', 'empty'),
-    ):  # fmt: skip
-        case = Case(*values, bool(zlib.crc32(repr(values).encode()) & 64))
-        if case.possible:
-            found.append(case)
-    return found
-
-
-EVERY = _every()
+EVERY = [
+    case
+    for settings, number in settings_of(SEQUENCE_FACTORS | {'tp': (1, 2, 4)})
+    if (case := SequenceCase(**settings, per_token=bool(number & 1))).possible
+]
 
 
 def _logits(spec: Spec) -> torch.Tensor:

@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cover import MOST_RANKS
+from cover import SEQUENCE_FACTORS, SequenceCase, settings_of
 from gradients import collect_grads
-from invariance import EMPTY_RANK, LENGTH, UNEVEN, Result, Split, even, samples
+from invariance import LENGTH, Result, Split, samples
 from ranks import device, run_ranks
 from tiny_gpt import Layout, Spec, build, initialize, unwrapped, wrap
 
@@ -41,64 +39,23 @@ LENGTHS = (LENGTH, 5, 7, LENGTH, 16, 9, 3, 11)
 ALL = tuple(range(8))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One setting of every factor. `form` is how the extras are given, `per_token` Megatron's
-    `calculate_per_token_loss`."""
+@dataclass(frozen=True, kw_only=True)
+class Case(SequenceCase):
+    """`form` is how the extras are given."""
 
     loss: str
-    packed: bool
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    sp: bool
-    head: str
-    split: str
     form: str = 'ragged'
-    per_token: bool = True
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, cp=self.cp, dp=self.dp, sp=self.sp)
-
-    @property
-    def cut(self) -> Split:
-        if self.split == 'uneven':
-            return UNEVEN[self.dp]
-        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
-
-    @property
-    def possible(self) -> bool:
-        return (
-            self.layout.world <= MOST_RANKS and (not self.sp or self.tp > 1) and (self.split != 'empty' or self.dp == 2)
-        )
 
     def __str__(self) -> str:
-        packed, count = 'packed' if self.packed else 'padded', 'n' if self.per_token else 'm'
-        return f'{self.loss}-{packed}-{self.layout}-{self.head}-{self.split}-{self.form}-{count}'
-
-    def pairs(self) -> frozenset[tuple]:
-        """Every two factors' settings in this case."""
-        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in fields(self)], 2))
-
-
-def _every() -> list[Case]:
-    """All of them, but for the extras' form and the flag, which change from case to case."""
-    found = []
-    for values in itertools.product(
-        LOSSES, (False, True), (1, 2), (1, 2), (1, 2), (1, 2), (False, True), ('logits', 'linear'),
-        ('mb1', 'mb2', 'uneven', 'empty'),
-    ):  # fmt: skip
-        digest = zlib.crc32(repr(values).encode()) >> 8
-        case = Case(*values, form=FORMS[digest % len(FORMS)], per_token=bool(digest & 64))
-        if case.possible:
-            found.append(case)
-    return found
+        return f'{self.loss}-{super().__str__()}-{self.form}'
 
 
 FORMS = ('ragged', 'rows', 'aligned')
-EVERY = _every()
+EVERY = [
+    case
+    for settings, number in settings_of({'loss': LOSSES, **SEQUENCE_FACTORS})
+    if (case := Case(**settings, form=FORMS[number % len(FORMS)], per_token=bool(number & 64))).possible
+]
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@ formulas (tests/preference_formulas.py) in one process."""
 
 from __future__ import annotations
 
-import itertools
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cover import MOST_RANKS
+from cover import SEQUENCE_FACTORS, SequenceCase, settings_of
 from gradients import collect_grads
 from invariance import Result, Split
 from ranks import device, run_ranks
@@ -63,60 +61,31 @@ FORMS = ('ragged', 'outputs', 'sums')
 """How the reference is given."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One setting of every factor. `order` is the layout of the pairs, `form` how the reference is given, `per_token`
-    Megatron's `calculate_per_token_loss`."""
+@dataclass(frozen=True, kw_only=True)
+class Case(SequenceCase):
+    """`order` is the layout of the pairs, `form` how the reference is given."""
 
-    packed: bool
-    tp: int
-    pp: int
-    cp: int
-    dp: int
-    sp: bool
-    head: str
-    split: str
     order: str = 'interleaved'
     form: str = 'ragged'
-    per_token: bool = True
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(tp=self.tp, pp=self.pp, cp=self.cp, dp=self.dp, sp=self.sp)
 
     @property
     def cut(self) -> Split:
         return SPLITS[self.split, self.dp]
 
-    @property
-    def possible(self) -> bool:
-        return self.layout.world <= MOST_RANKS and (not self.sp or self.tp > 1) and (self.split, self.dp) in SPLITS
-
     def __str__(self) -> str:
-        packed, count = 'packed' if self.packed else 'padded', 'n' if self.per_token else 'm'
-        return f'{packed}-{self.layout}-{self.head}-{self.split}-{self.order}-{self.form}-{count}'
-
-    def pairs(self) -> frozenset[tuple]:
-        """Every two factors' settings in this case."""
-        return frozenset(itertools.combinations([(f.name, getattr(self, f.name)) for f in fields(self)], 2))
+        return f'{super().__str__()}-{self.order}-{self.form}'
 
 
-def _every() -> list[Case]:
-    """All of them, but for the order, the reference's form and the flag, which change from case to case."""
-    found = []
-    for values in itertools.product(
-        (False, True), (1, 2), (1, 2), (1, 2), (1, 2), (False, True), ('logits', 'linear'),
-        ('ones', 'threes', 'uneven', 'empty'),
-    ):  # fmt: skip
-        digest = zlib.crc32(repr(values).encode()) >> 8
-        order = 'separated' if digest & 32 else 'interleaved'
-        case = Case(*values, order, FORMS[digest % len(FORMS)], bool(digest & 64))
-        if case.possible:
-            found.append(case)
-    return found
+def _case(settings: dict[str, Any], number: int) -> Case:
+    order = 'separated' if number & 32 else 'interleaved'
+    return Case(**settings, order=order, form=FORMS[number % len(FORMS)], per_token=bool(number & 64))
 
 
-EVERY = _every()
+EVERY = [
+    case
+    for settings, number in settings_of(SEQUENCE_FACTORS | {'split': ('ones', 'threes', 'uneven', 'empty')})
+    if (case := _case(settings, number)).possible
+]
 
 
 Sample = dict[str, torch.Tensor]

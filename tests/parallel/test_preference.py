@@ -19,7 +19,6 @@ from preference import (
     KINDS,
     LENGTHS,
     SPLITS,
-    Case,
     in_order,
     micro_batches,
     reference,
@@ -99,7 +98,7 @@ def test_every_layout_packing_and_split(case):
 
 
 def test_the_interleaved_schedule():
-    case = Case(True, 1, 2, 1, 2, False, 'logits', 'threes', 'separated', 'outputs', False)
+    case = next(c for c in EVERY if c.packed and (c.tp, c.pp, c.cp, c.dp, c.split) == (1, 2, 1, 2, 'threes'))
     run_case(case, layout=Layout(pp=2, vpp=2, dp=2))
 
 
