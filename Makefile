@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo demo-dpo test test-all test-gpu lint format bench venv clean
+.PHONY: help demo demo-grpo demo-dpo demo-gkd test test-all test-gpu lint format bench venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -21,6 +21,9 @@ help: ## this list
 	@echo 'settings of `make demo-dpo`: TP and PP as above, and'
 	@echo '  LOSS=NAME   dpo, simpo, cpo or orpo; default: dpo'
 	@echo
+	@echo 'settings of `make demo-gkd`: TP and PP as above, and'
+	@echo '  BETA=N      of the divergence: 0 is KL(teacher|student), 1 KL(student|teacher); default: 0'
+	@echo
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo
 	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
@@ -34,6 +37,9 @@ demo-grpo: venv ## train a small GPT by GRPO on what it samples, three seeds; re
 
 demo-dpo: venv ## train a small GPT to prefer real sentences to shuffled ones; margins and a picture are left in runs/
 	@$(python) -m launch.demo_dpo --tp "$${TP:-2}" --pp "$${PP:-2}" $${LOSS:+"--loss=$$LOSS"}
+
+demo-gkd: venv ## train a small GPT and distil it into one of half the width; losses and a picture are left in runs/
+	@$(python) -m launch.demo_gkd --tp "$${TP:-2}" --pp "$${PP:-2}" $${BETA:+"--beta=$$BETA"}
 
 test: venv ## the tests, under 8 minutes on 2 cores
 	@$(pytest) -q -m 'not long'
@@ -58,6 +64,7 @@ bench: venv ## time and memory beside Megatron-Core: of the loss, of the linear 
 	@$(python) benchmarks/token_stats.py
 	@$(python) benchmarks/linear_head.py
 	@$(python) benchmarks/sequences.py
+	@$(python) benchmarks/divergence.py
 
 venv: ## set up .venv with this package and what it is tested with
 	@PYTHON="$${PYTHON:-}" .ci/venv

@@ -51,15 +51,19 @@ class Demo:
         self.base = self.folder / 'base.npz'
         self._layout = [f'--tp={tp}', f'--pp={pp}']
 
-    def pretrain(self, texts: Sequence[str], what: str, steps: int, *options: str) -> None:
-        """Trains the model that everything starts from, unless it is there from an earlier run."""
+    def pretrain(self, texts: Sequence[str] | None, what: str, steps: int, *options: str) -> None:
+        """Trains the model that everything starts from, unless it is there from an earlier run. Without texts it is
+        trained on the language reference of Python."""
         if self.base.exists():
             return say(f'model     {self.base} is there; delete it to train it anew')
-        say(f'model     is trained on {len(texts):,} {what}')
-        path = self.folder / 'text.jsonl'
-        path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+        say(f'model     is trained on {what if texts is None else f"{len(texts):,} {what}"}')
+        data = []
+        if texts is not None:
+            path = self.folder / 'text.jsonl'
+            path.write_text(''.join(json.dumps({'text': text}) + '\n' for text in texts))
+            data = [f'--data={path}']
         pace = [f'--steps={steps}', '--log-every=20', f'--eval-every={steps}']
-        return self.local('pretraining', f'--data={path}', *pace, f'--save-weights={self.base}', *options)
+        return self.local('pretraining', *data, *pace, f'--save-weights={self.base}', *options)
 
     def tokenizer(self) -> Tokenizer:
         """That of the model."""

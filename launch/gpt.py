@@ -6,6 +6,7 @@ import argparse
 import math
 import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +31,29 @@ _BY_VOCABULARY = ('embedding.word_embeddings.weight', 'output_layer.weight')
 def build(args: argparse.Namespace, vocab_size: int) -> tuple[DistributedDataParallel, Any, OptimizerParamScheduler]:
     """This rank's chunk of the model, its optimizer and its learning rate schedule. Needs the model-parallel groups."""
     model_parallel_cuda_manual_seed(args.seed)
-    config = _config(args)
+    gpt = _gpt(args, vocab_size)
+    model = DistributedDataParallel(gpt.config, DistributedDataParallelConfig(), gpt)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=args.lr, min_lr=args.lr / 10, weight_decay=args.weight_decay, clip_grad=args.clip_grad),
+        [model],
+    )
+    return model, optimizer, _scheduler(args, optimizer)
+
+
+def frozen(args: argparse.Namespace, path: Path) -> GPTModel:
+    """This rank's chunk of the model in a file of weights, whatever its sizes, in the layout of the options. It is not
+    to be trained."""
+    about = weights.read_about(path)
+    sizes = {'layers': about.layers, 'hidden_size': about.hidden_size, 'heads': about.heads, 'init_weights': path}
+    return _gpt(argparse.Namespace(**(vars(args) | sizes)), about.vocab_size).requires_grad_(False)
+
+
+def _gpt(args: argparse.Namespace, vocab_size: int) -> GPTModel:
     layer_spec = cpu_layer_spec if args.packed else get_gpt_layer_local_spec  # the latter knows no packed rows
     # Megatron wants an equal share of the vocabulary on each rank: the rows past the true size are padding.
     multiple = 128 * args.tp
     gpt = GPTModel(
-        config,
+        _config(args),
         layer_spec(normalization='RMSNorm'),
         vocab_size=-(-vocab_size // multiple) * multiple,
         max_sequence_length=args.seq_length,
@@ -48,14 +66,7 @@ def build(args: argparse.Namespace, vocab_size: int) -> tuple[DistributedDataPar
         init_weights(gpt, args.seed)
     else:
         load_weights(gpt, weights.read(args.init_weights))
-    if torch.cuda.is_available():
-        gpt.cuda()
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), gpt)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=args.lr, min_lr=args.lr / 10, weight_decay=args.weight_decay, clip_grad=args.clip_grad),
-        [model],
-    )
-    return model, optimizer, _scheduler(args, optimizer)
+    return gpt.cuda() if torch.cuda.is_available() else gpt
 
 
 def _scheduler(args: argparse.Namespace, optimizer: Any) -> OptimizerParamScheduler:

@@ -38,7 +38,9 @@ ROLLOUTS = Kind(
 PAIRS = Kind(
     'pairs', ('dpo', 'simpo', 'cpo', 'orpo'), 'the policy to start from, which is the reference', lr=2e-4, epochs=1
 )
-KINDS = (TEXT, ROLLOUTS, PAIRS)
+DISTILLATION = Kind('distillation', ('gkd',), None, lr=2e-3, steps=250)
+"""On text beside a teacher, or on a file of a teacher's best tokens."""
+KINDS = (TEXT, ROLLOUTS, PAIRS, DISTILLATION)
 LOSSES = {loss: kind for kind in KINDS for loss in kind.losses}
 
 _OF_ROLLOUTS = {
@@ -51,12 +53,21 @@ _OF_ROLLOUTS = {
 }
 _OF_PAIRS = {'held_out': None, 'reference_cache': None, 'packed': False, 'eval_every': 20}
 OPTIONS: dict[str, dict[str, Any]] = {
-    'cross-entropy': {'vocab_size': 8000, 'eval_every': 50},
+    'cross-entropy': {'vocab_size': 8000, 'eval_every': 50, 'teacher_weights': None, 'beta': 0.5},
     **dict.fromkeys(ROLLOUTS.losses, _OF_ROLLOUTS),
     'dpo': {'beta': 0.1, 'loss_type': 'sigmoid', 'sft_weight': 0.0, 'label_smoothing': 0.0, **_OF_PAIRS},
     'simpo': {'beta': 2.5, 'gamma': 0.5, **_OF_PAIRS},
     'cpo': {'beta': 0.1, 'cpo_alpha': 1.0, **_OF_PAIRS},
     'orpo': {'beta': 0.1, **_OF_PAIRS},
+    'gkd': {
+        'beta': 0.5,
+        'temperature': 1.0,
+        'topk': None,
+        'topk_tail': 'renormalize',
+        'teacher_weights': None,
+        'tokenizer': None,
+        'eval_every': 50,
+    },
 }
 """Of each loss the options that not every loss has, with their defaults."""
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import weights
-from launch.kinds import LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
+from launch import option_checks, weights
+from launch.kinds import DISTILLATION, LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
 
 DEFAULT_NAME = 'python-reference'
 SIZES = {'layers': 4, 'hidden_size': 128, 'heads': 4}
@@ -43,12 +43,14 @@ def steps_of(args: argparse.Namespace, samples: int) -> int:
 def _options() -> dict[str, list[Option]]:
     size, share, positive = _number(int, 1), _number(float, 0), _number(float, 0, above=True)
     not_negative = _number(float, 0)
-    text, grpo, dpo, simpo, cpo = (OPTIONS[loss] for loss in ('cross-entropy', 'grpo', 'dpo', 'simpo', 'cpo'))
+    text, grpo, dpo, simpo, cpo, gkd = (
+        OPTIONS[loss] for loss in ('cross-entropy', 'grpo', 'dpo', 'simpo', 'cpo', 'gkd')
+    )
     of_each = '{:g}; of rollouts {:g}; of pairs {:g}'.format
     return {
         'data': [
-            ('data', Path, None, "JSON lines to train on: text (default: Python's language reference), rollouts or"
-             ' pairs'),
+            ('data', Path, None, "JSON lines to train on: text (default: Python's language reference), rollouts,"
+             " pairs or a teacher's best tokens"),
             ('vocab-size', _number(int, 300), text['vocab_size'], 'entries of the BPE vocabulary, at most'),
             ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents are cut, longer'
              ' pairs left out'),
@@ -67,7 +69,8 @@ def _options() -> dict[str, list[Option]]:
         ],
         'training': [
             ('loss', _one_of(*LOSSES), TEXT.losses[0], f'{TEXT.losses[0]} trains on text; {", ".join(ROLLOUTS.losses)}'
-             f' on rollouts; {", ".join(PAIRS.losses)} on pairs'),
+             f' on rollouts; {", ".join(PAIRS.losses)} on pairs; {", ".join(DISTILLATION.losses)} on text'
+             " beside a teacher, or on a teacher's best tokens"),
             ('steps', size, f'{TEXT.steps}; of rollouts and pairs as --epochs says', 'optimizer steps'),
             ('epochs', size, f'{ROLLOUTS.epochs} of rollouts; {PAIRS.epochs} of pairs', 'times to go over the data, in'
              ' place of --steps'),
@@ -98,11 +101,22 @@ def _options() -> dict[str, list[Option]]:
             ('cpo-alpha', not_negative, cpo['cpo_alpha'], 'of cpo: the same'),
             ('gamma', not_negative, simpo['gamma'], 'of simpo: the margin that is asked for'),
         ],
-        'losses of both': [
+        'distillation (docs/distillation.md tells more)': [
+            ('teacher-weights', Path, None, 'the teacher of gkd, of the same tokenizer; with cross-entropy the student'
+             ' is only measured by it, by --beta too'),
+            ('topk', size, None, "of gkd: compares the teacher's best so many tokens; default: the whole vocabulary"),
+            ('topk-tail', _one_of('renormalize', 'bucket'), gkd['topk_tail'], 'of gkd, what becomes of all other'
+             ' tokens: renormalize leaves them out, bucket makes them one more'),
+            ('temperature', positive, gkd['temperature'], 'of gkd: logits of both are divided by it'),
+            ('tokenizer', Path, None, "tokenizer.json of the teacher, where --data is a file of its best tokens and"
+             ' --init-weights brings none'),
+        ],
+        'losses of several kinds': [
             ('beta', not_negative, f'{grpo["beta"]:g} of rollouts; {dpo["beta"]:g} of pairs, but {simpo["beta"]:g} of'
-             ' simpo', 'of rollouts: weight of the KL divergence to the weights of the start; of pairs: how sharply'
-             ' they are told apart, of orpo the weight of that'),
-            ('packed', bool, None, 'a micro-batch is one packed row, without padding'),
+             f' simpo; {gkd["beta"]:g} of gkd', 'of rollouts: weight of the KL divergence to the weights of the start;'
+             ' of pairs: how sharply they are told apart, of orpo the weight of that; of gkd: weight of the teacher in'
+             ' the mixture, from 0, KL(teacher|student), to 1, KL(student|teacher)'),
+            ('packed', bool, None, 'of rollouts and pairs: a micro-batch is one packed row, without padding'),
         ],
         'output': [
             ('log-every', size, 10, 'steps between two lines of figures'),
@@ -185,8 +199,13 @@ def _complete(args: argparse.Namespace) -> None:
     if args.steps is None and args.epochs is None:
         args.steps, args.epochs = kind.steps, kind.epochs
     args.lr = args.lr or kind.lr
-    if args.vocab_size is not None and args.init_weights is not None:
-        raise ValueError('--vocab-size is for a new tokenizer, and --init-weights brings its own')
+    for name in ('init_weights', 'teacher_weights'):
+        if args.vocab_size is not None and getattr(args, name) is not None:
+            raise ValueError(f'--vocab-size is for a new tokenizer, and {_flag(name)} brings its own')
+    if kind is TEXT and args.beta is not None and args.teacher_weights is None:
+        raise ValueError(
+            f'--beta with --loss {args.loss} is of the divergence from --teacher-weights FILE, and needs it'
+        )
     _fill(args, own)
     _fill_sizes(args)
 
@@ -231,14 +250,4 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f'--warmup must be a share of the steps below 1, got {args.warmup:g}')
     if args.name is not None and Path(args.name).name != args.name:
         raise ValueError(f'--name must be the name of one folder, got {args.name!r}')
-    if LOSSES[args.loss] is PAIRS:
-        _check_pairs(args)
-
-
-def _check_pairs(args: argparse.Namespace) -> None:
-    if args.beta == 0 and args.loss != 'orpo':
-        raise ValueError(f'--beta must be above 0 with --loss {args.loss}, got 0')
-    if args.label_smoothing and args.label_smoothing > 0.5:
-        raise ValueError(f'--label-smoothing must be at most 0.5, got {args.label_smoothing:g}')
-    if args.label_smoothing and args.loss_type != 'sigmoid':
-        raise ValueError(f'--label-smoothing is for --loss-type sigmoid, got --loss-type {args.loss_type}')
+    option_checks.check(args)

@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from launch import data, options, pairs, rollouts, weights
-from launch.kinds import LOSSES, PAIRS, ROLLOUTS
+from launch import best_tokens, data, options, pairs, rollouts, weights
+from launch.kinds import DISTILLATION, LOSSES, PAIRS, ROLLOUTS
 from launch.lines import DataError
 
 
@@ -40,7 +40,8 @@ def main() -> None:
 def prepare(args: argparse.Namespace) -> tuple[Path, str]:
     """The folder with the samples, and what is in it, in words."""
     cache, length = args.runs / 'data', args.seq_length
-    about = None if args.init_weights is None else weights.read_about(args.init_weights)
+    brings = args.teacher_weights or args.init_weights
+    about = None if brings is None else weights.read_about(brings)
     kind, least = LOSSES[args.loss], args.micro_batches * args.micro_batch_size
     if kind is ROLLOUTS:
         assert about is not None
@@ -51,6 +52,10 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
         folder = pairs.prepare(args.data, about, held_out=args.held_out, seq_length=length, least=least, cache=cache)
         return folder, pairs.load(folder).summary
     tokenizer = None if about is None else about.tokenizer
+    if kind is DISTILLATION and args.teacher_weights is None:
+        tokenizer = tokenizer or best_tokens.read_tokenizer(args.tokenizer)
+        folder = best_tokens.prepare(args.data, tokenizer, seq_length=length, least=least, cache=cache)
+        return folder, best_tokens.load(folder).summary
     folder = data.prepare(args.data, vocab_size=args.vocab_size, seq_length=length, cache=cache, tokenizer=tokenizer)
     return folder, data.load(folder).summary
 

@@ -2,7 +2,7 @@
 
 `launch/local.sh` prepares the data and starts this file under torchrun, once for each of tp * pp * dp processes. The
 model itself stands in `launch/gpt.py`; what a script needs to use `MegatronModel` stands here, in `train`, for rollouts
-in `launch/policy.py` and for pairs in `launch/preference.py`.
+in `launch/policy.py`, for pairs in `launch/preference.py` and beside a teacher in `launch/distillation.py`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import argparse
 import signal
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import data, gpt, options, policy, preference
-from launch.kinds import LOSSES, PAIRS, ROLLOUTS, TEXT
-from launch.parallel import figures, orders, share_of_replica, start_processes, stop_processes
+from launch import data, distillation, gpt, options, policy, preference
+from launch.kinds import DISTILLATION, LOSSES, PAIRS, ROLLOUTS, TEXT
+from launch.parallel import figures, orders, start_processes, stop_processes
 from launch.progress import TextRecorder
+from launch.samples import micro_batches
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss
@@ -30,7 +30,8 @@ def main() -> None:
     if args.dataset is None:
         raise SystemExit('start this script by launch/local.sh, which prepares the data first')
     start_processes(args.tp, args.pp)
-    {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train}[LOSSES[args.loss]](args)
+    trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, DISTILLATION: distillation.train}
+    trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]](args)
     stop_processes()
 
 
@@ -63,20 +64,6 @@ def training_batches(samples: data.Samples, args: argparse.Namespace) -> Iterato
     """For each step this replica's micro-batches."""
     for chosen in orders(len(samples), args):
         yield micro_batches(samples, chosen, args)
-
-
-def micro_batches(samples: data.Samples, chosen: torch.Tensor, args: argparse.Namespace) -> list[InputFeature]:
-    """The samples as micro-batches on this rank's device, every dp-th of them: those of its data parallel replica."""
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    mine = share_of_replica(chosen, args)
-
-    def tensor(rows: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(rows).to(device, torch.int64)
-
-    return [
-        InputFeature(input_ids=tensor(samples.inputs[rows.numpy()]), labels=tensor(samples.labels[rows.numpy()]))
-        for rows in mine
-    ]
 
 
 def evaluate(model: MegatronModel, samples: data.Samples, args: argparse.Namespace) -> dict[str, float]:

@@ -15,6 +15,7 @@ SMALL = ['--tp', '2', '--tokens', '64', '--vocab', '512', '--rounds', '1', '--no
 ROWS = {
     'token_stats': ['compiled', 'compiled, reuse_storage', 'compiled, entropy', 'eager', 'eager, entropy'],
     'linear_head': ['ours', 'ours, workspace 64 MiB', 'ours, into main_grad', 'ours, frozen weight', 'ours, eager'],
+    'divergence': ['plain, beta 0.5', 'ours, beta 0.5', 'ours, beta 0', 'ours, beta 1', 'ours, eager, beta 0.5'],
 }
 
 
@@ -23,6 +24,7 @@ ROWS = {
     [
         ('token_stats', ['--dtype', 'bfloat16'], []),
         ('linear_head', ['--hidden', '16', '--dtype', 'bfloat16', 'float32'], ['bfloat16', 'float32']),
+        ('divergence', ['--hidden', '16', '--dtype', 'bfloat16'], []),
     ],
 )
 def test_benchmark_prints_its_table_and_writes_its_figures(name, options, dtypes, tmp_path):

@@ -54,6 +54,10 @@ def test_empty_lines_windows_line_ends_and_a_byte_order_mark_are_no_errors(tmp_p
         ({'prompt': 'a'}, 'has "prompt" but no "response"'),
         ({'response': 'a'}, 'has "response" but no "prompt"'),
         (
+            {'input_ids': [1], 'topk_logprobs': []},
+            'has "topk_logprobs" of a teacher; train on these with --loss gkd, without --teacher-weights',
+        ),
+        (
             {'prompt': 'a', 'chosen': 'b', 'rejected': 'c'},
             'has "chosen" and "rejected" as pairs have; train on these with --loss dpo',
         ),

@@ -1,10 +1,11 @@
 """Options are checked before anything is started, and a wrong one is told in one line."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch import options
+from launch import options, weights
 
 
 def test_the_run_is_named_after_the_data_the_loss_and_the_layout(policy_file):
@@ -15,11 +16,14 @@ def test_the_run_is_named_after_the_data_the_loss_and_the_layout(policy_file):
     assert rollouts.run == Path('runs/r-gspo-tp1-pp1')
     pairs = options.parse(['--loss', 'orpo', '--data', 'p.jsonl', '--init-weights', str(policy_file), '--tp', '2'])
     assert pairs.run == Path('runs/p-orpo-tp2-pp1')
+    beside = options.parse(['--loss', 'gkd', '--teacher-weights', str(policy_file)])
+    assert beside.run == Path('runs/python-reference-gkd-tp1-pp1')
     assert options.parse(['--name', 'first']).run == Path('runs/first')
 
 
 GRPO = 'grpo, gspo, sapo, cispo, bnpo, dr-grpo'
 DPO = 'dpo, simpo, cpo, orpo'
+BESIDE = '--teacher-weights FILE'
 
 
 @pytest.mark.parametrize(
@@ -49,15 +53,40 @@ DPO = 'dpo, simpo, cpo, orpo'
             '--loss orpo needs --init-weights FILE, the policy to start from, which is the reference',
         ),
         ('--advantages none', f'--advantages is for --loss {GRPO}, got --loss cross-entropy'),
-        ('--beta 0', f'--beta is for --loss {GRPO}, {DPO}, got --loss cross-entropy'),
+        ('--beta 0', f'--beta with --loss cross-entropy is of the divergence from {BESIDE}, and needs it'),
         ('--packed', f'--packed is for --loss {GRPO}, {DPO}, got --loss cross-entropy'),
-        ('--loss grpo --eval-every 2', f'--eval-every is for --loss cross-entropy, {DPO}, got --loss grpo'),
+        ('--loss grpo --eval-every 2', f'--eval-every is for --loss cross-entropy, {DPO}, gkd, got --loss grpo'),
         ('--loss cpo --gamma 1', '--gamma is for --loss simpo, got --loss cpo'),
         ('--loss simpo --loss-type ipo', '--loss-type is for --loss dpo, got --loss simpo'),
         ('--loss grpo --held-out p', f'--held-out is for --loss {DPO}, got --loss grpo'),
         ('--loss-type dpo', "argument --loss-type: must be sigmoid, hinge, ipo or kto, got 'dpo'"),
         ('--clip-range -1', "argument --clip-range: must be a number of at least 0, got '-1'"),
         ('--advantages all', "argument --advantages: must be group, batch or none, got 'all'"),
+        (
+            '--loss gkd',
+            f'--loss gkd needs {BESIDE}, or --data FILE with the best tokens of a teacher; docs/distillation.md tells'
+            ' what it must hold',
+        ),
+        (
+            '--loss gkd --data t',
+            '--loss gkd without --teacher-weights needs either --init-weights FILE, or --tokenizer FILE with the'
+            ' tokenizer.json of the teacher',
+        ),
+        (
+            '--loss gkd --data t --tokenizer t --topk 2',
+            '--topk is for --teacher-weights; a file of best tokens holds as many as it holds',
+        ),
+        (
+            '--loss gkd --data t --tokenizer t --topk-tail bucket --temperature 2',
+            '--topk-tail bucket must be at --temperature 1 without --teacher-weights, got 2: the other tokens of the'
+            ' teacher cannot be tempered',
+        ),
+        ('--loss gkd --data t --tokenizer t --beta 1.5', '--beta must be at most 1 with --loss gkd, got 1.5'),
+        ('--loss gkd --vocab-size 400', '--vocab-size is for --loss cross-entropy, got --loss gkd'),
+        ('--loss dpo --teacher-weights t', '--teacher-weights is for --loss cross-entropy, gkd, got --loss dpo'),
+        ('--temperature 2', '--temperature is for --loss gkd, got --loss cross-entropy'),
+        ('--topk-tail none', "argument --topk-tail: must be renormalize or bucket, got 'none'"),
+        ('--loss gkd --teacher-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
         ('--init-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
     ],
 )
@@ -79,6 +108,9 @@ def test_defaults_suit_the_loss(policy_file):
     for loss, beta in (('dpo', 0.1), ('simpo', 2.5), ('cpo', 0.1), ('orpo', 0.1)):
         pairs = options.parse([*given, '--loss', loss])
         assert (pairs.steps, pairs.epochs, pairs.lr, pairs.beta, pairs.packed) == (None, 1, 2e-4, beta, False)
+    gkd = options.parse(['--loss', 'gkd', '--teacher-weights', str(policy_file)])
+    assert (gkd.steps, gkd.lr, gkd.beta, gkd.temperature, gkd.topk) == (250, 2e-3, 0.5, 1, None)
+    assert (gkd.layers, gkd.hidden_size) == (4, 128)  # those of the teacher are 2 and 32
 
 
 def test_values_that_no_loss_of_pairs_takes_are_refused(policy_file, capsys):
@@ -108,6 +140,34 @@ def test_sizes_that_are_not_those_of_the_weights_are_refused(policy_file, capsys
         assert capsys.readouterr().err.endswith(f'error: {message}\n')
 
 
+def test_a_teacher_that_does_not_fit_the_student_or_the_layout_is_refused(policy_file, tmp_path, capsys):
+    about = weights.read_about(policy_file)
+    weights.save(tmp_path / 'thirds.npz', {}, replace(about, heads=3, layers=3))
+    weights.save(tmp_path / 'other.npz', {}, replace(about, tokenizer='{}'))
+    of = ['--loss=gkd', f'--teacher-weights={policy_file}']
+    for argv, message in (
+        ([*of, '--beta=2'], '--beta must be at most 1 for a divergence, got 2'),
+        ([*of, '--topk-tail=bucket'], '--topk-tail bucket needs --topk N'),
+        ([*of, '--tokenizer=t'], '--tokenizer is for a file of best tokens, and --teacher-weights brings its own'),
+        ([*of, '--tp=4', '--pp=4'], f'{policy_file} has 2 layers, which must be a multiple of --pp, got --pp 4'),
+        (
+            ['--loss=gkd', f'--teacher-weights={tmp_path / "thirds.npz"}', '--tp=2'],
+            f'{tmp_path / "thirds.npz"} has 3 heads, which must be a multiple of --tp, got --tp 2',
+        ),
+        (
+            [*of, f'--init-weights={tmp_path / "other.npz"}'],
+            f'{tmp_path / "other.npz"} must have the tokenizer of {policy_file}, and has another one',
+        ),
+        (
+            [f'--teacher-weights={policy_file}', '--vocab-size=400'],
+            '--vocab-size is for a new tokenizer, and --teacher-weights brings its own',
+        ),
+    ):
+        with pytest.raises(SystemExit):
+            options.parse(argv)
+        assert capsys.readouterr().err.endswith(f'error: {message}\n')
+
+
 def test_the_help_names_the_default_of_every_option(capsys):
     with pytest.raises(SystemExit):
         options.parse(['--help'])
@@ -116,7 +176,8 @@ def test_the_help_names_the_default_of_every_option(capsys):
         '(250; of rollouts and pairs as --epochs says)',
         '(2 of rollouts; 1 of pairs)',
         '(0.002; of rollouts 0.0005; of pairs 0.0002)',
-        '(0 of rollouts; 0.1 of pairs, but 2.5 of simpo)',
+        '(0 of rollouts; 0.1 of pairs, but 2.5 of simpo; 0.5 of gkd)',
+        'docs/distillation.md',
         '(50; of pairs 20)',
         'docs/pairs.md',
         'docs/rollouts.md',

@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import numpy as np
 
+from launch.distillation_progress import DistillationRecorder
 from launch.policy_progress import PolicyRecorder
 from launch.preference_progress import PreferenceRecorder
 from launch.progress import TextRecorder
@@ -106,3 +107,26 @@ def test_pairs_show_margin_accuracy_and_log_probs_and_end_with_a_table(tmp_path,
     rows = [json.loads(line) for line in (tmp_path / 'held_out.jsonl').read_text().splitlines()]
     assert rows[0] == {'ref_chosen_logp': -4, 'ref_rejected_logp': -5, 'chosen_logp': -3, 'rejected_logp': -6}
     assert (tmp_path / 'preference.png').read_bytes().startswith(PNG)
+
+
+def test_distillation_shows_divergence_and_loss_and_ends_with_both(tmp_path, capsys):
+    for loss, teacher in (('gkd', 4.5), ('cross-entropy', 4.5), ('gkd', None)):
+        args = Namespace(run=tmp_path / loss, steps=1, save_weights=None, loss=loss)
+        recorder = DistillationRecorder(args, teacher, active=True)
+        values = TRAIN | {'loss': 0.5, 'cross_entropy': 6.5}
+        recorder.held_out(0, values)
+        recorder.step()
+        recorder.train(1, values)
+        recorder.held_out(1, values | {'loss': 0.25, 'cross_entropy': 6.0})
+        recorder.finish()
+        shown = capsys.readouterr().out
+        assert ('teacher  held-out loss 4.500 nats per token' in shown) is (teacher is not None)
+        assert 'step 0  held-out divergence 0.5000 nats per token, loss 6.500, accuracy 25.0%' in shown
+        assert ('step 1  divergence  0.5000  loss  6.500' in shown) is (loss == 'gkd')
+        assert 'divergence     0.5000 nats per held-out token before, 0.2500 after' in shown
+        assert '6.500 nats per token before, 6.000 after' + '; that of the teacher is 4.500' * (teacher == 4.5) in shown
+        lines = [json.loads(line) for line in (args.run / 'metrics.jsonl').read_text().splitlines()]
+        assert [line.get('held_out_divergence_nats') for line in lines] == [0.5, None, 0.25]
+        assert lines[1].get('divergence_nats') == (0.5 if loss == 'gkd' else None)
+        assert lines[1]['train_loss_nats'] == 6.5
+        assert (args.run / 'distillation.png').read_bytes().startswith(PNG)

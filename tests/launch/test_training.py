@@ -138,3 +138,22 @@ def test_a_bad_pair_ends_the_run_before_a_process_is_started(policy_file, tmp_pa
     assert run.stderr.startswith('p.jsonl, line 2: has no "rejected"')
     assert 'Traceback' not in run.stderr
     assert not (tmp_path / 'runs').exists()
+
+
+def test_best_tokens_are_trained_on_and_a_bad_line_ends_the_run_before_a_process_is_started(policy_file, tmp_path):
+    best = {'prompt_length': 1, 'topk_logprobs': [[-0.5, -1.5]] * 3, 'topk_indices': [[5, 6], [7, 8], [9, 10]]}
+    lines = [json.dumps(best | {'input_ids': [i, 50 + i, 5, 7]}) for i in range(12)]
+    (tmp_path / 't.jsonl').write_text('\n'.join(lines))
+    given = ['--loss', 'gkd', '--data', 't.jsonl', '--init-weights', str(policy_file)]
+    run = start(
+        *given, '--tp', '2', '--steps', '2', '--topk-tail', 'bucket', '--save-weights', 'w.npz', tmp_path=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+    assert 'teacher   2 best tokens at each, with 83.0% of its probability on average' in run.stderr
+    assert 'train     11 sequences, 33 trained tokens' in run.stderr
+    assert (tmp_path / 'w.npz').exists()
+    (tmp_path / 't.jsonl').write_text('\n'.join([*lines, '{"input_ids": [1, 2]}']))
+    run = start(*given, tmp_path=tmp_path)
+    assert run.returncode == 1
+    assert run.stderr.startswith('t.jsonl, line 13: has no "topk_logprobs"')
+    assert 'Traceback' not in run.stderr

@@ -121,7 +121,11 @@ class Pair:
         widths[-1] += pick([0, 0, 1, 7])
         lead = pick([(), (0,), (1,), (2,), (6,), (2, 3), (3, 2), (3, 3), (0, 3), (6, 2)])
         student, teacher = (Side.draw(pick, ranks, lead, heads) for _ in range(2))
+        # a probability that float32 rounds to 0 counts as 0: it is no reason for an infinite divergence
         infinite = student.masked or teacher.masked
+        temperatures = [1.0, 0.7, 3] if infinite else [1.0, 0.5, 0.7, 3, 1e-2, 1e3]
+        if student.head and student.dtype == torch.float16:  # where parts of a sum overflow there is nothing to compare
+            temperatures = [1.0, 0.7, 3]
         return cls(
             seed=pick(range(1 << 20)),
             lead=lead,
@@ -130,8 +134,7 @@ class Pair:
             student=student,
             teacher=teacher,
             beta=pick(BETAS),
-            # a probability that float32 rounds to 0 counts as 0: it is no reason for an infinite divergence
-            temperature=pick([1.0, 0.7, 3] if infinite else [1.0, 0.5, 0.7, 3, 1e-2, 1e3]),
+            temperature=pick(temperatures),
             scale=pick([1.0, 0.1] if infinite else [1.0, 0.0, 10.0]),
             alike=pick([0.0, 0.0, 0.999, 1.0]),
             ignored=pick([None, 0.0, 0.3, 1.0]),
@@ -315,7 +318,9 @@ def assert_pair(pair: Pair, ranks: Sequence[dict[str, Tensor]]) -> None:
             assert (past == 0).all(), f'{name} of the padding: {pair}'
     if mask is not None:
         rows = mask.transpose(0, 1) if pair.student.transposed else mask
-        assert (got.get('logits', got.get('hidden'))[~rows] == 0).all(), f'gradient of ignored tokens: {pair}'
+        assert (got['hidden' if pair.student.head else 'logits'][~rows] == 0).all(), (
+            f'gradient of ignored tokens: {pair}'
+        )
 
 
 def _size(pair: Pair) -> float:

@@ -85,11 +85,12 @@ def test_compiled_kernels_equal_the_definition(monkeypatch, beta):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('seed', range(4))
-def test_compiled_kernels_equal_the_definition_on_a_long_list(monkeypatch, seed):
+@pytest.mark.parametrize('dtypes', [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (F64, F64)])
+def test_compiled_kernels_equal_the_definition_on_a_long_list(monkeypatch, dtypes):
     monkeypatch.setenv('TWINKLE_MEGATRON_KERNELS', 'compiled')
-    for pair in pairs(seed, 150, 1, heads=seed % 2 == 1):
-        assert_pair(pair, [run_pair(pair, None)])
+    for pair in pairs(3, 3000, 1, heads=True):
+        if (pair.student.dtype, pair.teacher.dtype) == dtypes:
+            assert_pair(pair, [run_pair(pair, None)])
 
 
 @pytest.mark.parametrize('beta', BETAS)

@@ -178,7 +178,7 @@ def _mixed(request: _Request, both: tuple[Tensor, ...], kernels: Kernels, inv_t:
     source, beta = request.source, request.beta
     parts = _Parts(source, inv_t)
     for tile, t in _tiles(request, both, kernels):
-        parts.fold(tile, kernels.kl_stats(tile.x, t, inv_t))
+        parts.fold(tile, kernels.kl_stats(tile.x, t, inv_t, crossed=False))
     *kept, _ = parts.whole(request.shard)
     rows = _rows(source, kept, inv_t, beta)
     sums = torch.zeros(2, source.rows, dtype=inv_t.dtype, device=source.device)
@@ -242,7 +242,7 @@ def _rows(source: Source, kept: Sequence[Tensor], inv_t: Tensor, beta: float) ->
     """The kernels' numbers, in the source's row order."""
     m_x, log_s_x, m_t, log_s_t = (source.flatten(row) for row in kept[:4])
     least = math.log(min(beta, 1 - beta)) if 0 < beta < 1 else 0.0  # here, since float32 may round 1 - beta to 1
-    weight, log_least = torch.full_like(m_x, beta), torch.full_like(m_x, least)
+    weight, log_least = 1 - (1 - torch.full_like(m_x, beta)), torch.full_like(m_x, least)
     return Rows(inv_t.expand_as(m_x), weight, log_least, m_x, log_s_x, m_t, log_s_t)
 
 

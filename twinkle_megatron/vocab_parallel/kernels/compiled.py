@@ -148,11 +148,11 @@ def row_grad(
             )
 
 
-def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor, crossed: bool = True) -> list[Tensor]:
     """As `divergence.kl_stats`."""
-    parts = _pairs(_kl_stats, p, q, inv_t)
+    parts = _pairs(_kl_stats if crossed else _normalizers, p, q, inv_t)
     if parts is None:
-        blocks = [divergence.kl_stats(p[at], q[at], inv_t) for at in _blocks(p)]
+        blocks = [divergence.kl_stats(p[at], q[at], inv_t, crossed) for at in _blocks(p)]
         return [torch.cat(found) for found in zip(*blocks)]
     return list(divergence.join_stats(torch.stack([torch.stack(found) for found in parts]), inv_t))
 
@@ -193,6 +193,10 @@ def _pairs(function: Callable[..., Any], x: Tensor, t: Tensor, more: Tensor) -> 
 
 def _kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
     return divergence.kl_stats(p, q, inv_t)
+
+
+def _normalizers(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+    return divergence.kl_stats(p, q, inv_t, crossed=False)
 
 
 def _jsd_sums(x: Tensor, t: Tensor, packed: Tensor) -> list[Tensor]:

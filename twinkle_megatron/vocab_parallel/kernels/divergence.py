@@ -18,8 +18,8 @@ FORWARD, REVERSE, MIXED = 'KL(T|S)', 'KL(S|T)', 'JSD'
 
 
 class Rows(NamedTuple):
-    """Per row `[R]`, in the accumulation dtype: inv_t, beta, the log of the smaller weight in the mixture, and the
-    normalisers, m and log Σ exp(y − m), of both."""
+    """Per row `[R]`, in the accumulation dtype: inv_t; beta, such that beta and 1 − beta add up to 1 exactly; the log
+    of the smaller weight in the mixture; and the normalisers, m and log Σ exp(y − m), of both."""
 
     inv_t: Tensor
     beta: Tensor
@@ -33,16 +33,17 @@ class Rows(NamedTuple):
         return Rows(*(row[rows] for row in self))
 
 
-def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor) -> list[Tensor]:
+def kl_stats(p: Tensor, q: Tensor, inv_t: Tensor, crossed: bool = True) -> list[Tensor]:
     """For KL(P‖Q) in one pass: max p, Σ exp(y_p − m_p), max q, Σ exp(y_q − m_q) and Σ exp(y_p − m_p)·((y_p − m_p) −
-    (y_q − m_q)), each `[R]`; where P is 0 nothing is added."""
+    (y_q − m_q)), each `[R]`; where P is 0 nothing is added. The last is 0 unless `crossed`."""
     a, b = p.to(inv_t.dtype), q.to(inv_t.dtype)
     top_p, top_q = a.amax(-1), b.amax(-1)
     # in one layout, so that equal rows are summed in the same order
     y = (a * inv_t).contiguous() - _finite(top_p * inv_t)[:, None]
     z = (b * inv_t).contiguous() - _finite(top_q * inv_t)[:, None]
     e = y.exp()
-    return [top_p, e.sum(-1), top_q, z.exp().sum(-1), torch.where(e == 0, 0, e * (y - z)).sum(-1)]
+    last = torch.where(e == 0, 0, e * (y - z)).sum(-1) if crossed else torch.zeros_like(top_p)
+    return [top_p, e.sum(-1), top_q, z.exp().sum(-1), last]
 
 
 def join_stats(parts: Tensor, inv_t: Tensor) -> Tensor:
@@ -61,8 +62,12 @@ def join_stats(parts: Tensor, inv_t: Tensor) -> Tensor:
 def jsd_sums(x: Tensor, t: Tensor, rows: Rows) -> list[Tensor]:
     """Σ T·(log T − log M) and Σ S·(log S − log M), each `[R]`, exactly 0 where S = T."""
     log_s, log_t = _log_probs(x, t, rows)
-    teacher, student = _over_mixture(log_s, log_t, rows)
-    s, p = log_s.exp(), log_t.exp()
+    d = log_s - log_t
+    ratio, q = _mixture(d, rows)
+    larger = torch.maximum(log_s, log_t).exp()
+    smaller = torch.where(larger == 0, 0, larger * ratio)
+    s, p = torch.where(d > 0, larger, smaller), torch.where(d > 0, smaller, larger)
+    teacher, student = -d.clamp(min=0) - q, d.clamp(max=0) - q
     return [torch.where(p == 0, 0, p * teacher).sum(-1), torch.where(s == 0, 0, s * student).sum(-1)]
 
 
@@ -74,7 +79,8 @@ def gradient(x: Tensor, t: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: s
     if kind == FORWARD:
         g = s - log_t.exp()
     else:
-        away = _over_mixture(log_s, log_t, rows)[1] if kind == MIXED else log_s - log_t
+        d = log_s - log_t
+        away = d.clamp(max=0) - _mixture(d, rows)[1] if kind == MIXED else d
         g = torch.where(s == 0, 0, s * (away - k[:, None]))
     return torch.where(scale[:, None] != 0, scale[:, None] * g, 0)
 
@@ -90,18 +96,17 @@ def _log_probs(x: Tensor, t: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
     return (x.to(dtype) * inv_t - m_x) - log_s_x, (t.to(dtype) * inv_t - m_t) - log_s_t
 
 
-def _over_mixture(log_s: Tensor, log_t: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """log T − log M and log S − log M.
+def _mixture(d: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """From d = log S − log T the smaller probability over the larger one, and q = log(M / the larger one).
 
-    With d = log S − log T both are ±max(±d, 0) − log(1 + w·(exp(−|d|) − 1)), w the weight of the smaller one: nothing
-    overflows, and small d keep their digits. Where one is −∞ the other's is −log of its own weight, also where that
-    weight is lost beside 1.
+    So log T − log M = −max(d, 0) − q and log S − log M = min(d, 0) − q, and nothing overflows. Where one is −∞ the
+    other's is −log of its own weight, also where that weight is lost beside 1.
     """
     beta = rows.beta[:, None]
-    d = log_s - log_t
-    q = torch.log1p(torch.where(d > 0, beta, 1 - beta) * torch.expm1(-d.abs()))
-    q = torch.maximum(q, rows.log_least[:, None])
-    return -d.clamp(min=0) - q, d.clamp(max=0) - q
+    ratio = torch.exp(-d.abs())
+    smaller = torch.where(d > 0, beta, 1 - beta)
+    q = torch.log((1 - smaller) + smaller * ratio)
+    return ratio, torch.maximum(q, rows.log_least[:, None])
 
 
 def _finite(m: Tensor) -> Tensor:
