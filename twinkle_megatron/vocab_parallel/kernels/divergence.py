@@ -64,11 +64,9 @@ def jsd_sums(x: Tensor, t: Tensor, rows: Rows) -> list[Tensor]:
     log_s, log_t = _log_probs(x, t, rows)
     d = log_s - log_t
     ratio, q = _mixture(d, rows)
-    larger = torch.maximum(log_s, log_t).exp()
-    smaller = torch.where(larger == 0, 0, larger * ratio)
-    s, p = torch.where(d > 0, larger, smaller), torch.where(d > 0, smaller, larger)
-    teacher, student = -d.clamp(min=0) - q, d.clamp(max=0) - q
-    return [torch.where(p == 0, 0, p * teacher).sum(-1), torch.where(s == 0, 0, s * student).sum(-1)]
+    p = torch.maximum(log_s, log_t).exp()
+    larger, smaller = torch.where(p == 0, 0, -p * q), torch.where(ratio > 0, p * ratio * (-d.abs() - q), 0)
+    return [torch.where(d > 0, smaller, larger).sum(-1), torch.where(d > 0, larger, smaller).sum(-1)]
 
 
 def gradient(x: Tensor, t: Tensor, rows: Rows, scale: Tensor, k: Tensor, kind: str) -> Tensor:
