@@ -23,6 +23,7 @@ from ranks import run_ranks
 from tiny_gpt import Layout, build, initialize, wrap
 
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.vocab_parallel import VocabShard
 
 
 def run_case(case, layout=None, timeout=120):
@@ -133,3 +134,25 @@ def test_a_wrong_teacher_is_an_error_on_every_rank(what, message):
     for outcome in run_ranks(_wrong, 4, Layout(tp=2, pp=2), what, collect_errors=True):
         assert outcome.error == 'ValueError', outcome
         assert message in outcome.message
+
+
+def _whole_teacher(tail):
+    """The student on two tensor parallel ranks, the teacher whole on each of them."""
+    initialize(Layout(tp=2))
+    model = MegatronModel(wrap(build(STUDENT, Layout(tp=2))), vocab_size=STUDENT.vocab_size)
+    model.set_loss('GKDLoss', beta=0.4, topk=3, topk_tail=tail)
+    batches = micro_batches(STUDENT, even(1, 1), 0, False)
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(8, 16, STUDENT.vocab_size, generator=generator, dtype=torch.float64)
+    shard = VocabShard(0, STUDENT.vocab_size, STUDENT.vocab_size)
+    found = model.forward_only(batches, teacher=[{'logits': logits, 'vocab_shard': shard}])
+    model.set_loss('GKDLoss', beta=0.4, topk=3, topk_tail=tail)
+    own = model._engine.own_shard
+    part = torch.nn.functional.pad(logits, (0, 8))[..., own.start : own.stop]
+    return found['loss'], model.forward_only(batches, teacher_logits=[part])['loss']
+
+
+@pytest.mark.parametrize('tail', ['renormalize', 'bucket'])
+def test_the_best_tokens_of_a_teacher_of_another_tensor_parallel_size(tail):
+    for whole, split in run_ranks(_whole_teacher, 2, tail):
+        assert whole == pytest.approx(split, rel=1e-12)

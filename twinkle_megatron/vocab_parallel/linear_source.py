@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..groups import all_gather_rows, reduce_scatter_rows, sum_over
 from .head_gradients import HeadGradients
-from .kernels.memory import empty, empty_gradient
+from .kernels.memory import empty
 from .linear_head import LinearHead
 from .shard import VocabShard
 from .source import Fill, Tile, viewed
@@ -183,7 +183,7 @@ class LinearSource:
         if not any(trained):
             return rooms
         if trained[1] and self._main_grad is None:
-            self._d_weight = empty_gradient((self.shard.local_size, self._width), self.dtype, self.device)
+            self._d_weight = _empty_weight((self.shard.local_size, self._width), self.dtype, self.device)
             storage, end = self._d_weight.view(-1), 0
             for number, block in enumerate(blocks):
                 begin = max(end, block.columns.stop * self._width)
@@ -212,7 +212,7 @@ class LinearSource:
         early, self._d_weight = self._d_weight, None
         if not needed or self._main_grad is not None:
             return self._main_grad if needed else None
-        return empty_gradient(weight.shape, weight.dtype, weight.device) if early is None else early
+        return _empty_weight(weight.shape, weight.dtype, weight.device) if early is None else early
 
     def _gradient_of_weight(self, weight: Tensor, memory: Tensor | None, written: bool) -> Tensor | None:
         if memory is None:
@@ -237,6 +237,12 @@ class LinearSource:
         whole = reduce_scatter_rows(d_rows, group, overwrite=True) if self._gathers else sum_over(d_rows, group)
         whole = whole.to(hidden.dtype).view(hidden.shape)
         return whole.clone() if whole.untyped_storage().nbytes() > whole.nbytes else whole
+
+
+def _empty_weight(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """In ordinary pages: where memory is in pieces, finding huge ones for all of it takes longer than they save beside
+    the products."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _as_block(memory: Tensor, block: Block) -> Tensor:
