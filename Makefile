@@ -42,10 +42,12 @@ demo-gkd: venv ## train a small GPT and distil it into one of half the width; lo
 	@$(python) -m launch.demo_gkd --tp "$${TP:-2}" --pp "$${PP:-2}" $${BETA:+"--beta=$$BETA"}
 
 test: venv ## the tests, under 8 minutes on 2 cores
-	@$(pytest) -q -m 'not long'
+	@$(pytest) -q -n 2 -m 'not long and not alone'
+	@$(pytest) -q -m 'not long and alone' tests/vocab_parallel
 
 test-all: venv ## the tests with the long lists
-	@$(pytest) -q
+	@$(pytest) -q -n 2 -m 'not alone'
+	@$(pytest) -q -m alone tests/vocab_parallel
 
 test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
 	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long'

@@ -187,7 +187,7 @@ def poisoned() -> Iterator[None]:
         patch.setattr(torch, 'empty', filled(torch.empty))
         patch.setattr(torch, 'empty_like', filled(torch.empty_like))
         patch.setattr(torch.Tensor, 'new_empty', filled(torch.Tensor.new_empty))
-        patch.setattr(linear_source, 'empty_gradient', filled(linear_source.empty_gradient))
+        patch.setattr(linear_source, '_empty_weight', filled(linear_source._empty_weight))
         yield
 
 

@@ -1,8 +1,10 @@
 """Watches what a call does: collectives in torch.distributed, new tensors, memory."""
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,13 @@ class NewTensors(TorchDispatchMode):
 
 def _is_dense(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.layout == torch.strided
+
+
+def needs_peak(test: Any) -> Any:
+    """For a test of `PeakMemory`: it runs where the kernel tells the peak, and apart from the others, whose heap would
+    show in it."""
+    told = os.access('/proc/self/clear_refs', os.W_OK)
+    return pytest.mark.alone(pytest.mark.skipif(not told, reason='the kernel tells no peak')(test))
 
 
 class PeakMemory:

@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import weakref
 
 import pytest
@@ -25,12 +24,11 @@ from tests.vocab_parallel.divergence_reference import (
     plain,
     run_pair,
 )
-from tests.vocab_parallel.probes import NewTensors, PeakMemory
+from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak
 from tests.vocab_parallel.reference import lay_out
 from twinkle_megatron.vocab_parallel import LinearHead, VocabShard, generalized_jsd, recut
 
 INSIDE = (0.1, 0.5, 0.9)
-needs_peak = pytest.mark.skipif(not os.access('/proc/self/clear_refs', os.W_OK), reason='the kernel tells no peak')
 
 
 def both(*lead, vocab_size=11, seed=0, dtype=F64, near=None):

@@ -240,7 +240,7 @@ def test_nothing_is_recorded_or_kept_without_gradients(monkeypatch):
     hidden, weight, bias, target = parts(4)
     head = LinearHead(hidden, weight, bias=bias, max_workspace_mb=100)
     want = log_probs(head, target, shard=SHARD).detach()
-    monkeypatch.setattr(linear_source, 'empty_gradient', None)  # whoever makes room for a gradient fails
+    monkeypatch.setattr(linear_source, '_empty_weight', None)  # whoever makes room for a gradient fails
     ids = target[:, None]
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -330,7 +330,7 @@ def test_the_tensors_and_the_kept_tiles_are_let_go_after_backward_while_the_outp
         storages.append(weakref.ref(made := torch.empty(args[0], dtype=args[1])))
         return made
 
-    monkeypatch.setattr(linear_source, 'empty_gradient', tracked)
+    monkeypatch.setattr(linear_source, '_empty_weight', tracked)
     for backward in (True, False):
         hidden = leaf * 1
         storages.append(weakref.ref(hidden))

@@ -1,7 +1,6 @@
 """Where the linear head puts tiles and gradients: the workspace, tiles that are kept, Megatron's gradient buffer."""
 
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from tests.vocab_parallel.linear_reference import gradients, largest_tile, poisoned
-from tests.vocab_parallel.probes import NewTensors, PeakMemory
+from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak
 from tests.vocab_parallel.reference import DIFFERENTIABLE, ours, plain, upstream
 from twinkle_megatron.vocab_parallel import (
     LinearHead,
@@ -27,7 +26,6 @@ from twinkle_megatron.vocab_parallel.head_gradients import HeadGradients, add_pr
 from twinkle_megatron.vocab_parallel.linear_source import LinearSource
 
 F64, CPU = torch.float64, torch.device('cpu')
-needs_peak = pytest.mark.skipif(not os.access('/proc/self/clear_refs', os.W_OK), reason='the kernel tells no peak')
 SMALL = 4e-4
 """MiB that hold a few dozen logits."""
 
