@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 import weakref
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch.utils.checkpoint import checkpoint
 
-from tests.vocab_parallel.probes import NewTensors, PeakMemory
+from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak
 from tests.vocab_parallel.reference import (
     DIFFERENTIABLE,
     Example,
@@ -358,7 +357,7 @@ def test_only_the_gradient_is_as_large_as_the_logits(layout, chunk_size, reuse):
     assert not (large and reuse)
 
 
-@pytest.mark.skipif(not os.access('/proc/self/clear_refs', os.W_OK), reason='the kernel tells no peak of memory')
+@needs_peak
 @pytest.mark.parametrize('reuse', [False, True])
 def test_peak_memory_is_the_gradient_and_a_few_tiles(reuse):
     rows, vocab_size = 256, 1 << 17
