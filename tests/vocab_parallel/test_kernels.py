@@ -13,7 +13,7 @@ from torch import Tensor
 
 from twinkle_megatron.vocab_parallel import VocabShard, token_stats
 from twinkle_megatron.vocab_parallel.kernels import compiled, eager, select
-from twinkle_megatron.vocab_parallel.kernels.memory import empty_gradient
+from twinkle_megatron.vocab_parallel.kernels.memory import empty
 from twinkle_megatron.vocab_parallel.kernels.select import VARIABLE, Kernels, _compiled
 
 CPU = torch.device('cpu')
@@ -204,7 +204,7 @@ def test_an_unknown_choice_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_gradient_in_huge_pages_is_an_ordinary_tensor() -> None:
-    grad = empty_gradient((3, 1 << 22), torch.bfloat16, CPU)
+    grad = empty((3, 1 << 22), torch.bfloat16, CPU)
     assert grad.shape == (3, 1 << 22)
     assert grad.is_contiguous()
     grad.fill_(1).add_(1)

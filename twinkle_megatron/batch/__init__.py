@@ -20,13 +20,11 @@ from .extras import (
 )
 from .micro_batches import as_micro_batches, describe, pad_micro_batch
 from .pairs import (
-    LAYOUTS,
     Pairs,
     check_layout,
     check_pairs,
     collated,
     counted_pairs,
-    join_pairs,
     pair_counts,
     split_pairs,
 )
@@ -36,7 +34,6 @@ from .tokens import Counts, TokenBatch, trained_labels
 __all__ = [
     'CONSTANT',
     'HEADS',
-    'LAYOUTS',
     'LOG_PROBS',
     'OUTPUTS',
     'PER_PAIR',
@@ -58,7 +55,6 @@ __all__ = [
     'describe',
     'explain_fault',
     'join_context',
-    'join_pairs',
     'packing_of',
     'pad_micro_batch',
     'pair_counts',

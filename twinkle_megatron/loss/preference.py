@@ -70,8 +70,7 @@ class PreferenceLossBase(SweepLoss):
     def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
         pairs, logps = self.pairs(batch), stats.log_prob
         assert logps is not None
-        loss = self.pair_weight * pairs.mean(self.pair_losses(*self.sides(pairs, logps)))
-        return (loss + self.nll(pairs, logps)).to(torch.promote_types(logps.dtype, torch.float32))
+        return self.combined(pairs, self.pair_losses(*self.sides(pairs, logps)), logps)
 
     def pairs(self, batch: TokenBatch) -> Pairs:
         """The sequences of a micro-batch as pairs."""
@@ -83,9 +82,13 @@ class PreferenceLossBase(SweepLoss):
         chosen, rejected = (Side(*side) for side in zip(pairs.sums(per_token.double()), pairs.tokens))
         return chosen, rejected
 
-    def nll(self, pairs: Pairs, logps: Tensor) -> Tensor | float:
-        """This micro-batch's summand of `nll_weight` times the mean of −log π over the tokens of chosen sequences."""
-        return -self.nll_weight * pairs.chosen_mean(logps) if self.nll_weight > 0 else 0.0
+    def combined(self, pairs: Pairs, per_pair: Tensor, logps: Tensor) -> Tensor:
+        """This micro-batch's summand of the loss: of the mean over pairs of `per_pair`, and of the mean of −log π over
+        the tokens of chosen sequences."""
+        loss = self.pair_weight * pairs.mean(per_pair)
+        if self.nll_weight > 0:
+            loss = loss - self.nll_weight * pairs.chosen_mean(logps)
+        return loss.to(torch.promote_types(logps.dtype, torch.float32))
 
 
 class Baselines(NamedTuple):
@@ -225,8 +228,7 @@ class DPOLoss(PreferenceLossBase):
         if self.loss_type in WITH_BASELINES:
             totals = batch.totals if self.couples and batch.totals is not None else None
             z = self._baselines(pairs, chosen, rejected, totals)
-        loss = pairs.mean(LOSS_TYPES[self.loss_type](self, chosen, rejected, z))
-        return (loss + self.nll(pairs, logps)).to(torch.promote_types(logps.dtype, torch.float32))
+        return self.combined(pairs, LOSS_TYPES[self.loss_type](self, chosen, rejected, z), logps)
 
     def totals(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
         """This micro-batch's summands of the sums of r_chosen and of r_rejected, float64 `[2]`."""

@@ -48,11 +48,9 @@ def check_chunks(
             'multi-token prediction needs config.calculate_per_token_loss=True: without it a micro-batch with no '
             'trained token makes the gradient non-finite'
         )
-    if not trains:
-        pass
-    elif wrapped[0]:
+    if trains and wrapped[0]:
         _check_scaling(chunks, per_token)
-    else:
+    elif trains:
         _check_bare(config, groups)
         if is_megatron(optimizer):
             raise ValueError("Megatron's optimizer needs chunks wrapped in DistributedDataParallel, got bare chunks")

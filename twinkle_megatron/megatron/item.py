@@ -36,8 +36,6 @@ class Census:
     `layout` is where the sequences of a pair lie; None: nobody asks for pairs.
     """
 
-    SIZE = len(Counts._fields) + 1
-
     def __init__(
         self,
         items: Sequence[Item],
@@ -50,7 +48,7 @@ class Census:
         self._vocab_size, self._max_length = vocab_size, max_length
 
     def row(self) -> Tensor:
-        """The `Counts`, and the number of faults, float64 `[SIZE]`, on the items' device: no host sync."""
+        """The `Counts`, and behind them the number of faults, float64, on the items' device: no host sync."""
         device = self._items[0].batch['input_ids'].device if self._items else 'cpu'
         zero = torch.zeros((), dtype=torch.int64, device=device)
         per_sequence = [item.batch['sequence_tokens'] for item in self._items if 'sequence_tokens' in item.batch]

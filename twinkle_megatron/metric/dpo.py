@@ -95,9 +95,8 @@ class DPOMetric(SweepMetric):
         """
         if not self.is_last_stage:
             return
-        ways = {'ref_outputs': ref_outputs, 'ref_logps': ref_logps, 'ref_chosen_logps': ref_chosen_logps}
-        ways |= {'ref_rejected_logps': ref_rejected_logps}
-        check_reference([key for key, value in ways.items() if value is not None])
+        ways = zip(REFERENCE, (ref_outputs, ref_logps, ref_chosen_logps, ref_rejected_logps), strict=True)
+        check_reference([key for key, value in ways if value is not None])
         micro_batches = [
             (self.marked(features), output)
             for features, output in each_micro_batch(inputs, outputs, ('token_stats', 'logps', 'logits'))

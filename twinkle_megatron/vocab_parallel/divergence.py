@@ -16,7 +16,7 @@ from ..groups import all_gather_rows, sum_over
 from .beside import Beside
 from .kernels import Kernels, select
 from .kernels.divergence import FORWARD, MIXED, REVERSE, Rows, join_stats
-from .kernels.eager import accumulate_dtype
+from .kernels.eager import accumulate_dtype, check_temperature
 from .labels import raise_pending
 from .logits import Logits, as_source
 from .once import once_only
@@ -87,9 +87,7 @@ def generalized_jsd(
         raise ValueError(f'chunk_size must be an int >= 1 (tokens handled at once), got {chunk_size!r}')
     source = as_source(student, shard)
     beside = Beside(teacher, teacher_shard or shard, source)
-    largest = torch.finfo(accumulate_dtype(source.dtype)).max
-    if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
-        raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
+    check_temperature(temperature, source.dtype)
     _check_mask(mask, source.lead)
     ignored = None if mask is None else ~mask.to(source.device)
     cap = beside.largest_tile(source)
@@ -158,7 +156,7 @@ class _Divergence(torch.autograd.Function):
                 value, kept = _one_sided(request, both, kernels, inv_t)
         if request.ignored is not None:
             value = value.masked_fill(request.ignored, 0)
-        ctx.request, ctx.has_mask = request.bare(), request.ignored is not None
+        ctx.request = request.bare()
         ctx.save_for_backward(request.ignored, *kept, *tensors)
         return value
 

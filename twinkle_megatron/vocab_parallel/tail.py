@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..groups import all_gather_rows
-from .kernels.eager import accumulate_dtype, row_stats
+from .kernels.eager import accumulate_dtype, check_temperature, row_stats
 from .kernels.parts import join
 from .kernels.select import CPU_TILE, CUDA_TILE
 from .labels import raise_pending
@@ -43,8 +41,7 @@ def log_probs_and_tail(
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or tuple(ids.shape[:-1]) != source.lead:
         raise ValueError(f'ids must be int64 {(*source.lead, "k")}, got {getattr(ids, "dtype", type(ids).__name__)} '
                          f'{tuple(getattr(ids, "shape", ()))}')  # fmt: skip
-    if not (isinstance(temperature, Real) and 0 < temperature < math.inf):
-        raise ValueError(f'temperature must be a finite number > 0, got {temperature!r}')
+    check_temperature(temperature, source.dtype)
     return _Tail.apply(source, ids.to(source.device), 1 / float(temperature), *source.tensors)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from .kernels.memory import empty_gradient
+from .kernels.memory import empty
 from .shard import VocabShard
 from .source import Fill, Tile, viewed
 
@@ -69,7 +69,7 @@ class TensorSource:
                 fill(tile, tile.x)
             logits[..., self.shard.true_columns :].zero_()
             return (tensors[0],)
-        grad = empty_gradient(logits.shape, logits.dtype, logits.device)
+        grad = empty(logits.shape, logits.dtype, logits.device)
         flat = grad.view(-1, self.shard.local_size) if grad.numel() else grad.view(0, 0)
         for tile in self.tiles(tensors, max_elements):
             fill(tile, flat[tile.rows, tile.columns])

@@ -12,10 +12,9 @@ with four numbers a, b, c, g per token, so one forward and one backward kernel s
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from ..groups import all_gather_rows
 from .kernels import Kernels, select
-from .kernels.eager import accumulate_dtype
+from .kernels.eager import accumulate_dtype, check_temperature
 from .labels import check_target, raise_for, raise_pending
 from .logits import Logits, as_source
 from .once import once_only
@@ -106,7 +105,7 @@ def token_stats(
     raise_pending()
     source = as_source(logits, shard, chunk_size, reuse_storage)
     reuse_storage = reuse_storage and isinstance(logits, Tensor)  # a linear head has no such storage
-    _check_temperature(temperature, source.dtype)
+    check_temperature(temperature, source.dtype)
     if target is not None:
         check_target(target, source.lead, source.device)
         if not isinstance(ignore_index, Integral):
@@ -128,12 +127,6 @@ def token_stats(
 def _with_plain(stats: TokenStats) -> TokenStats:
     """At temperature 1, or without tokens, it is the log-prob."""
     return replace(stats, plain_log_prob=None if stats.log_prob is None else stats.log_prob.detach())
-
-
-def _check_temperature(temperature: float, dtype: torch.dtype) -> None:
-    largest = torch.finfo(accumulate_dtype(dtype)).max
-    if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
-        raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
 
 
 class _Request(NamedTuple):

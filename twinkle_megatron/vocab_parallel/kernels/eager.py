@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,13 @@ LOWEST = -1e4
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums are taken in float32, in float64 for float64 logits."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_temperature(temperature: float, dtype: torch.dtype) -> None:
+    """ValueError unless logits of this dtype can be divided by it."""
+    largest = torch.finfo(accumulate_dtype(dtype)).max
+    if not (isinstance(temperature, Real) and 0 < temperature < math.inf and 1 / temperature <= largest):
+        raise ValueError(f'temperature must be a finite number > 0 whose inverse is finite too, got {temperature!r}')
 
 
 def row_stats(x: Tensor, inv_t: Tensor, entropy: bool, mean: bool, argmax: bool, normalizer: bool) -> list[Tensor]:

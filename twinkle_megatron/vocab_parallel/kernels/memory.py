@@ -13,11 +13,6 @@ LARGE = 1 << 22
 """Bytes from which on a CPU tensor is asked for in huge pages."""
 
 
-def empty_gradient(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`empty`, for what backward returns."""
-    return empty(shape, dtype, device)
-
-
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty`. On Linux a large CPU tensor lies in huge pages, where the kernel grants them.
 
