@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
 
-from twinkle_megatron import loss as losses
+from tests.recorded import assert_recorded, called, name_of, records_of, tolerance_of
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss, CrossEntropyLoss
 from twinkle_megatron.vocab_parallel import VocabShard
 
-RECORDS = [
-    r
-    for r in torch.load(Path(__file__).parents[1] / 'golden' / 'losses.pt', weights_only=True)
-    if r['cls'] in ('CrossEntropyLoss', 'ChunkedCrossEntropyLoss')
-]
-EQUAL = [r for r in RECORDS if r['expect'] == 'equal']
-DIFFERS = [r for r in RECORDS if r['expect'] == 'differs']
+CLASSES = ('CrossEntropyLoss', 'ChunkedCrossEntropyLoss')
 
 
-def run(record):
-    outputs = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
-    result = getattr(losses, record['cls'])(**record['init'])(record['inputs'], outputs, **record['call'])
-    return result, outputs
-
-
-def tolerance(record):
-    return {'rtol': 1e-5, 'atol': 1e-7} if record['name'].endswith('f64') else {'rtol': 1e-4, 'atol': 1e-6}
-
-
-@pytest.mark.parametrize('record', EQUAL, ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(CLASSES, 'equal'), ids=name_of)
 def test_recorded_values_and_gradients(record):
-    result, outputs = run(record)
-    assert float(result['num_tokens']) == record['num_tokens']
-    torch.testing.assert_close(result['loss'], record['loss'], **tolerance(record))
-    result['loss'].backward()
-    for key, expected in record['grads'].items():
-        torch.testing.assert_close(outputs[key].grad, expected, **tolerance(record))
+    assert_recorded(record)
 
 
-@pytest.mark.parametrize('record', DIFFERS, ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(CLASSES, 'differs'), ids=name_of)
 def test_where_the_record_contradicts_document_or_paper_ours_is_the_formula(record):
     """reduction 'none' is the per-token tensor; DFT is −sg(p)·log p, whose gradient is −p · d log p (arXiv
     2508.05629)."""
-    result, outputs = run(record)
+    result, outputs = called(record)
     labels, init = record['inputs']['labels'], record['init']
     leaf = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
     logps = (
@@ -60,13 +37,13 @@ def test_where_the_record_contradicts_document_or_paper_ours_is_the_formula(reco
     expected = {'none': tokens, 'sum': tokens.sum(), 'mean': tokens.sum() / trained.sum()}[
         init.get('reduction', 'mean')
     ]
-    torch.testing.assert_close(result['loss'], expected, **tolerance(record))
+    torch.testing.assert_close(result['loss'], expected, **tolerance_of(record))
     assert result['loss'].shape == (labels.shape if init.get('reduction') == 'none' else ())
     upstream = torch.rand_like(expected)
     result['loss'].backward(upstream)
     expected.backward(upstream)
     for key in leaf:
-        torch.testing.assert_close(outputs[key].grad, leaf[key].grad, **tolerance(record))
+        torch.testing.assert_close(outputs[key].grad, leaf[key].grad, **tolerance_of(record))
 
 
 def test_dft_by_hand():

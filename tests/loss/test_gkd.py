@@ -4,43 +4,26 @@ top-k lists, two vocabularies, and what is refused."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distillation_formulas import best, full, remote
+from tests.recorded import assert_recorded, name_of, records_of, replay
 from twinkle_megatron.loss import GKDLoss
 from twinkle_megatron.vocab_parallel import LinearHead, VocabShard
 
-RECORDS = [
-    r
-    for r in torch.load(Path(__file__).parents[1] / 'golden' / 'losses.pt', weights_only=True)
-    if r['cls'] == 'GKDLoss'
-]
 F64 = torch.float64
 PRECISE = {'rtol': 1e-11, 'atol': 1e-13}
 B, S, V, K = 3, 5, 24, 4
 
 
-def replay(record):
-    outputs = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
-    result = GKDLoss(**record['init'])(record['inputs'], outputs, **record['call'])
-    result['loss'].backward()
-    return result, {key: value.grad for key, value in outputs.items()}
-
-
-@pytest.mark.parametrize('record', [r for r in RECORDS if r['expect'] == 'equal'], ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(('GKDLoss',), 'equal'), ids=name_of)
 def test_recorded_values_and_gradients(record):
-    result, grads = replay(record)
-    tolerance = {'rtol': 1e-5, 'atol': 1e-7} if record['name'].endswith('f64') else {'rtol': 1e-4, 'atol': 1e-6}
-    assert float(result['num_tokens']) == record['num_tokens']
-    torch.testing.assert_close(result['loss'], record['loss'], **tolerance)
-    for key, expected in record['grads'].items():
-        torch.testing.assert_close(grads[key], expected, **tolerance)
+    assert_recorded(record)
 
 
-@pytest.mark.parametrize('record', [r for r in RECORDS if r['expect'] == 'differs'], ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(('GKDLoss',), 'differs'), ids=name_of)
 def test_where_twinkle_is_wrong(record):
     """Two vocabularies are compared over the ids that both have; the mean of nothing is a 0 with a gradient."""
     result, grads = replay(record)

@@ -4,21 +4,18 @@ far-off policies, and what is refused."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.policy_formulas import LOSSES, Response, loss_of
+from tests.recorded import assert_recorded, name_of, records_of, replay
 from twinkle_megatron import loss as losses
 from twinkle_megatron.batch import Counts, TokenBatch
 from twinkle_megatron.loss import BNPOLoss, CISPOLoss, GRPOLoss, GSPOLoss
 from twinkle_megatron.loss.grpo import k3
 from twinkle_megatron.vocab_parallel import LinearHead, TokenStats
 
-RECORDS = [
-    r for r in torch.load(Path(__file__).parents[1] / 'golden' / 'losses.pt', weights_only=True) if r['cls'] in LOSSES
-]
 F64 = torch.float64
 NAN, INF = math.nan, math.inf
 PRECISE = {'rtol': 1e-12, 'atol': 1e-14}
@@ -47,32 +44,20 @@ def run(loss, inputs, logps, entropies=None, **extra):
 # ---- recorded values
 
 
-def replay(record):
-    outputs = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
-    return make(record['cls'], **record['init'])(record['inputs'], outputs, **record['call']), outputs
-
-
-@pytest.mark.parametrize('record', [r for r in RECORDS if r['expect'] == 'equal'], ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(LOSSES, 'equal'), ids=name_of)
 def test_recorded_values_and_gradients(record):
-    result, outputs = replay(record)
-    tolerance = {'rtol': 1e-5, 'atol': 1e-7} if record['name'].endswith('f64') else {'rtol': 1e-4, 'atol': 1e-6}
-    assert float(result['num_tokens']) == record['num_tokens']
-    torch.testing.assert_close(result['loss'], record['loss'], **tolerance)
-    result['loss'].backward()
-    for key, expected in record['grads'].items():
-        torch.testing.assert_close(outputs[key].grad, expected, **tolerance)
+    assert_recorded(record)
 
 
-DIFFERENT = [r for r in RECORDS if r['expect'] == 'differs']
+DIFFERENT = records_of(LOSSES, 'differs')
 
 
-@pytest.mark.parametrize('record', DIFFERENT, ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', DIFFERENT, ids=name_of)
 def test_where_twinkle_is_wrong_the_paper_counts(record):
     """CISPO caps at 1 + epsilon_high, which Twinkle swallows; the mean of nothing is 0 with zero gradients."""
     assert record['cls'] == 'CISPOLoss'
     labels, logps = record['inputs']['labels'], record['outputs']['logps']
-    result, outputs = replay(record)
-    result['loss'].backward()
+    result, grads = replay(record)
     at = labels != -100
     want, grad = 0.0, torch.zeros_like(logps)
     if at.any():
@@ -84,7 +69,7 @@ def test_where_twinkle_is_wrong_the_paper_counts(record):
         want, grad[at] = mean.item(), leaf.grad.to(grad.dtype)
     tolerance = 1e-10 if logps.dtype == F64 else 1e-6
     assert result['loss'].item() == pytest.approx(want, rel=tolerance, abs=0)
-    torch.testing.assert_close(outputs['logps'].grad, grad, rtol=tolerance, atol=0)
+    torch.testing.assert_close(grads['logps'], grad, rtol=tolerance, atol=0)
     assert record['loss'].item() != pytest.approx(want, rel=1e-3), 'the record does not show the fault'
 
 

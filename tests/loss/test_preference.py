@@ -4,7 +4,6 @@ float64 formulas, hostile values, and what is refused."""
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.preference_formulas import LOSSES, Pair, loss_of
+from tests.recorded import assert_recorded, name_of, records_of, replay
 from twinkle_megatron import loss as losses
 from twinkle_megatron.batch import Counts, TokenBatch
 from twinkle_megatron.loss import CPOLoss, DPOLoss, ORPOLoss, PreferenceLossBase, SimPOLoss
 from twinkle_megatron.loss.preference import LOSS_TYPES, log_odds
 from twinkle_megatron.vocab_parallel import TokenStats
 
-RECORDS = [
-    r for r in torch.load(Path(__file__).parents[1] / 'golden' / 'losses.pt', weights_only=True) if r['cls'] in LOSSES
-]
 F64 = torch.float64
 NAN, INF = math.nan, math.inf
 PRECISE = {'rtol': 1e-12, 'atol': 1e-14}
@@ -42,24 +39,12 @@ def run(loss, inputs, logps, **extra):
 # ---- recorded values
 
 
-def replay(record):
-    outputs = {key: value.clone().requires_grad_() for key, value in record['outputs'].items()}
-    result = getattr(losses, record['cls'])(**record['init'])(record['inputs'], outputs, **record['call'])
-    result['loss'].backward()
-    return result, {key: value.grad for key, value in outputs.items()}
-
-
-@pytest.mark.parametrize('record', [r for r in RECORDS if r['expect'] == 'equal'], ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(LOSSES, 'equal'), ids=name_of)
 def test_recorded_values_and_gradients(record):
-    result, grads = replay(record)
-    tolerance = {'rtol': 1e-5, 'atol': 1e-7} if record['name'].endswith('f64') else {'rtol': 1e-4, 'atol': 1e-6}
-    assert float(result['num_tokens']) == record['num_tokens']
-    torch.testing.assert_close(result['loss'], record['loss'], **tolerance)
-    for key, expected in record['grads'].items():
-        torch.testing.assert_close(grads[key], expected, **tolerance)
+    assert_recorded(record)
 
 
-@pytest.mark.parametrize('record', [r for r in RECORDS if r['expect'] == 'differs'], ids=lambda r: r['name'])
+@pytest.mark.parametrize('record', records_of(LOSSES, 'differs'), ids=name_of)
 def test_where_twinkle_is_wrong_the_paper_counts(record):
     """IPO on log-ratios per token; KTO with its baselines, under both names."""
     assert record['init']['loss_type'] in ('ipo', 'kto', 'kto_pair')

@@ -15,6 +15,13 @@ MOST_RANKS, FEW_RANKS = 8, 4
 SPLITS = ('mb1', 'mb2', 'mb4', 'uneven', 'empty')
 
 
+def cut_of(name: str, dp: int) -> Split:
+    """The split of that name for so many replicas."""
+    if name == 'uneven':
+        return UNEVEN[dp]
+    return EMPTY_RANK if name == 'empty' else even(dp, int(name[2:]))
+
+
 @dataclass(frozen=True)
 class Case:
     """One setting of every factor. `experts` says whether the model is a mixture of experts (with `ep` 2 it must
@@ -44,9 +51,7 @@ class Case:
 
     @property
     def cut(self) -> Split:
-        if self.split == 'uneven':
-            return UNEVEN[self.dp]
-        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
+        return cut_of(self.split, self.dp)
 
     @property
     def possible(self) -> bool:
@@ -94,9 +99,7 @@ class SequenceCase:
 
     @property
     def cut(self) -> Split:
-        if self.split == 'uneven':
-            return UNEVEN[self.dp]
-        return EMPTY_RANK if self.split == 'empty' else even(self.dp, int(self.split[2:]))
+        return cut_of(self.split, self.dp)
 
     @property
     def possible(self) -> bool:
@@ -141,3 +144,20 @@ def cover(cases: Sequence[Any]) -> list[Any]:
 def on_few_ranks(cases: Sequence[Any]) -> list[Any]:
     """Those that start in a moment on a small machine."""
     return [case for case in cases if case.layout.world <= FEW_RANKS]
+
+
+def assert_covered(chosen: Sequence[Any], cases: Sequence[Any], impossible: set[tuple]) -> None:
+    """Every pair of settings of `cases` is in one that is chosen; and `cases` have every pair of settings of two
+    factors, but for the impossible ones."""
+    pairs = set().union(*(case.pairs() for case in cases))
+    assert set().union(*(case.pairs() for case in chosen)) == pairs
+    settings = {factor: {setting for f, setting in itertools.chain(*pairs) if f == factor} for factor, _ in
+                itertools.chain(*pairs)}  # fmt: skip
+    for first, second in itertools.combinations(settings, 2):
+        for pair in itertools.product(settings[first], settings[second]):
+            named = ((first, pair[0]), (second, pair[1]))
+            assert named in pairs or named[::-1] in pairs or {named, named[::-1]} & impossible, named
+
+
+IMPOSSIBLE = {(('tp', 1), ('sp', True)), (('dp', 1), ('split', 'empty'))}
+"""Of cases of sequences: nothing is split over one rank, and the only replica is not empty."""

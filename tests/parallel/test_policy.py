@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 import torch
 import torch.distributed as dist
-from cover import cover, on_few_ranks
+from cover import IMPOSSIBLE, assert_covered, cover, on_few_ranks
 from gradients import Part, collect_grads, collect_weights, compare, padding_grad
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -79,16 +79,7 @@ def test_loss_gradients_and_metrics_do_not_depend_on_layout_packing_or_split(cas
 
 
 def test_the_short_list_covers_every_pair_of_settings():
-    """`EVERY` is checked to hold each pair of settings that can go together."""
-    pairs = set().union(*(case.pairs() for case in FEW))
-    assert set().union(*(case.pairs() for case in COVER)) == pairs
-    settings = {factor: {setting for f, setting in itertools.chain(*pairs) if f == factor} for factor, _ in
-                itertools.chain(*pairs)}  # fmt: skip
-    impossible = {(('tp', 1), ('sp', True)), (('dp', 1), ('split', 'empty'))}
-    for first, second in itertools.combinations(settings, 2):
-        for pair in itertools.product(settings[first], settings[second]):
-            named = ((first, pair[0]), (second, pair[1]))
-            assert named in pairs or named[::-1] in pairs or {named, named[::-1]} & impossible, named
+    assert_covered(COVER, FEW, IMPOSSIBLE)
 
 
 def grouped():

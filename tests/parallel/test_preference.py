@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cover import cover, on_few_ranks
+from cover import IMPOSSIBLE, assert_covered, cover, on_few_ranks
 from gradients import collect_grads, compare, padding_grad
 from invariance import Split
 from preference import (
@@ -80,15 +79,7 @@ def test_losses_gradients_and_metrics_do_not_depend_on_layout_packing_or_split(c
 
 
 def test_the_short_list_covers_every_pair_of_settings():
-    pairs = set().union(*(case.pairs() for case in FEW))
-    assert set().union(*(case.pairs() for case in COVER)) == pairs
-    settings = {factor: {setting for f, setting in itertools.chain(*pairs) if f == factor} for factor, _ in
-                itertools.chain(*pairs)}  # fmt: skip
-    impossible = {(('tp', 1), ('sp', True)), (('dp', 1), ('split', 'empty'))}
-    for first, second in itertools.combinations(settings, 2):
-        for pair in itertools.product(settings[first], settings[second]):
-            named = ((first, pair[0]), (second, pair[1]))
-            assert named in pairs or named[::-1] in pairs or {named, named[::-1]} & impossible, named
+    assert_covered(COVER, FEW, IMPOSSIBLE)
 
 
 @pytest.mark.long
