@@ -13,7 +13,6 @@ from .extras import (
     PER_PAIR,
     PER_TOKEN,
     VECTORS,
-    WholeRows,
     align_extras,
     split_by_pair,
     split_extra,
@@ -30,6 +29,7 @@ from .pairs import (
 )
 from .sequences import Packing, packing_of, sequence_ids, shift_labels, spread_out
 from .tokens import Counts, TokenBatch, trained_labels
+from .whole_rows import WholeRows
 
 __all__ = [
     'CONSTANT',

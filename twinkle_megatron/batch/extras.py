@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,9 +10,8 @@ import torch
 from torch import Tensor
 
 from .micro_batches import describe
-from .sequences import Packing, packing_of, sequence_ids, sequence_lengths
-from .tokens import trained_labels
 from .vectors import align_vectors
+from .whole_rows import WholeRows
 
 PER_TOKEN, LOG_PROBS, PER_PAIR = 'per token', 'log-probs', 'per pair'
 OUTPUTS, VECTORS, HEADS, CONSTANT = 'outputs', 'vectors', 'heads', 'constant'
@@ -23,67 +20,6 @@ whole sequence would be none of its tokens'. `PER_PAIR` ones are one number for 
 what another model's forward pass returned, of which `logps` count, as `LOG_PROBS`. `VECTORS` are several numbers for
 each token, see `align_vectors`. `HEADS` are one thing for each micro-batch, which belongs to it as it is. `CONSTANT`
 ones go to every micro-batch as they are."""
-
-
-@dataclass(frozen=True)
-class WholeRows:
-    """A micro-batch of whole sequences, before any split: what extras are aligned with."""
-
-    batch: Mapping[str, Any]
-    packing: Packing | None
-    ignore_index: int
-
-    @classmethod
-    def of(cls, inputs: Mapping[str, Any], ignore_index: int) -> WholeRows:
-        """From an InputFeature, whose labels may be 1-D."""
-        labels = trained_labels(cast(Any, inputs), ignore_index)
-        rows = {key: _row(torch.as_tensor(value)) for key, value in inputs.items() if _is_row(value, labels)}
-        rows['labels'] = _row(labels)
-        rest = {key: inputs[key] for key in ('cu_seqlens', 'cu_seqlens_padded', 'packed_seq_params') if key in inputs}
-        batch = {'input_ids': rows['labels'], **rest, **rows}
-        return cls(batch, packing_of(batch), ignore_index)
-
-    @property
-    def labels(self) -> Tensor:
-        """`[b, s]`"""
-        return self.batch['labels']
-
-    @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence. A host read."""
-        return sequence_lengths(self.batch, self.packing).tolist()
-
-    @property
-    def count(self) -> int:
-        """Sequences."""
-        return self.labels.shape[0] if self.packing is None else self.packing.lengths.numel()
-
-    @functools.cached_property
-    def starts(self) -> list[int]:
-        """Where each sequence begins in the flattened labels."""
-        if self.packing is not None:
-            return self.packing.boundaries[:-1].tolist()
-        return [row * self.labels.shape[1] for row in range(self.labels.shape[0])]
-
-    @functools.cached_property
-    def trained(self) -> np.ndarray:
-        """Which of the flattened labels count. A host read."""
-        return (self.labels != self.ignore_index).reshape(-1).cpu().numpy()
-
-    @functools.cached_property
-    def ids(self) -> Tensor:
-        """The sequence of each token, int64 `[b, s]`."""
-        return sequence_ids(tuple(self.labels.shape), self.packing, self.labels.device)
-
-    @functools.cached_property
-    def tokens(self) -> Tensor:
-        """Trained tokens of each sequence, int64 `[n]`."""
-        trained = (self.labels != self.ignore_index).reshape(-1).long()
-        return trained.new_zeros(self.count).index_add_(0, self.ids.reshape(-1), trained)
-
-    def spread(self, per_sequence: Tensor) -> Tensor:
-        """`[n]` at each token of its sequence, `[b, s]`."""
-        return per_sequence.to(self.labels.device)[self.ids]
 
 
 def align_extras(
@@ -295,17 +231,6 @@ def _numbers(key: str, entry: Any, sample: int, of: str = 'sample') -> np.ndarra
         return np.asarray(entry, dtype=np.float64).reshape(-1)
     except (TypeError, ValueError) as error:
         raise ValueError(f'{key} of {of} {sample} must be numbers, got {describe(entry)}: {error}') from error
-
-
-def _is_row(value: Any, labels: Tensor) -> bool:
-    try:
-        return tuple(np.shape(value)) == tuple(labels.shape)
-    except ValueError:
-        return False
-
-
-def _row(x: Tensor) -> Tensor:
-    return x.reshape(1, -1) if x.dim() < 2 else x
 
 
 def split_extra(

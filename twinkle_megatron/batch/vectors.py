@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .micro_batches import describe
-
-if TYPE_CHECKING:
-    from .extras import WholeRows
+from .whole_rows import WholeRows
 
 
 def align_vectors(
