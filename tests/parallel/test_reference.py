@@ -25,7 +25,9 @@ GPT = Spec(vocab_size=62, pad_vocab_to=4)
 OTHER = 1.25
 """The weights of another policy are those of the model times this."""
 
-LAYOUTS = [Layout(), Layout(tp=2, pp=2), Layout(cp=2, dp=2), Layout(pp=2, dp=2), Layout(tp=2, sp=True)]
+LAYOUTS = [
+    Layout(), Layout(tp=2, pp=2), Layout(cp=2, dp=2), Layout(pp=2, dp=2), Layout(pp=2, vpp=2), Layout(tp=2, sp=True),
+]  # fmt: skip
 
 
 def plain_logps(spec, split, replica, factor=1.0):
