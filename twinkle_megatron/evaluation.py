@@ -6,35 +6,30 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .arguments import keywords_of
-from .batch import Counts, TokenBatch
+from .batch import Counts, Labelling, TokenBatch, targets_of
+from .batch.targets import IGNORED, TARGETS, WEIGHTS, counted_sequences
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
 from .loss.base import SweepLoss, sweep_for
+from .loss.infonce import Coupled, InfonceLoss
+from .loss.pooled import PooledLoss, with_gradient
 from .metric import Metric
+from .seen import Pooled, PooledHead, Seen
 from .vocab_parallel import LinearHead, Logits, TokenStats, VocabShard
 from .vocab_parallel.logits import local_size
-
-
-class Seen(NamedTuple):
-    """What the head found on one micro-batch: logits `[b, s, V/tp]` and the statistics `[b, s]` of one sweep over
-    them."""
-
-    logits: Logits
-    shard: VocabShard
-    stats: TokenStats
 
 
 class Evaluation:
     """The loss and the metrics of one call, over a global batch of known size.
 
-    `layout` is where the sequences of a pair lie, for a loss or a metric of pairs, else None. `totals` are what a loss
-    that couples its batch is told, see `SweepLoss.totals`.
+    `totals` are what a loss that couples its batch is told, see `SweepLoss.totals`. `coupled` is what InfoNCE over
+    several micro-batches is told, one entry each.
 
     Args:
         loss: a `Loss` or a callable `(inputs, outputs, **extra)`.
@@ -42,6 +37,7 @@ class Evaluation:
         groups: of this rank.
         shard_of: the vocabulary shard for a number of local columns.
         facts: what metrics are told beside, such as the learning rate.
+        head: what stands in place of the logits; None: nothing does.
     """
 
     def __init__(
@@ -51,17 +47,19 @@ class Evaluation:
         groups: Groups,
         shard_of: Callable[[int], VocabShard],
         facts: Mapping[str, Any],
+        head: PooledHead | None = None,
     ) -> None:
-        self.loss = loss
-        self.ignore_index = int(getattr(loss, 'ignore_index', -100))
+        self.loss, self.head = loss, head
         self.temperature = float(getattr(loss, 'temperature', 1.0))
         self._metrics = [_accepted(metric, facts) for metric in metrics]
         self._groups = groups
         self._shard_of = shard_of
         wanted = set(getattr(loss, 'needs', {'log_prob'}))
         self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
-        self.layout = _one_layout([loss, *metrics])
+        self.labelling = _labelling(loss, metrics, head)
+        self.ignore_index = self.labelling.ignored
         self.totals: Tensor | None = None
+        self.coupled: list[Coupled] | None = None
 
     @property
     def extras(self) -> dict[str, str]:
@@ -81,12 +79,25 @@ class Evaluation:
     @property
     def over(self) -> str:
         """Of what the loss is a mean: a name in `Counts`."""
-        return self.loss.over if isinstance(self.loss, SweepLoss) else 'tokens'
+        if isinstance(self.loss, SweepLoss):
+            return self.loss.over
+        per_sequence = self.head is not None and self.head.pooling is not None
+        own = self.loss.over if isinstance(self.loss, PooledLoss) else 'tokens'
+        return own or ('sequences' if per_sequence else 'tokens')
 
     @property
     def couples(self) -> bool:
         """Whether the loss needs sums over the global batch first: those of `first_pass`, as `totals`."""
         return isinstance(self.loss, SweepLoss) and self.loss.couples > 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the loss looks at the embeddings of the whole global batch."""
+        return isinstance(self.loss, InfonceLoss) and self.loss.use_batch
+
+    def pooled(self) -> Evaluation:
+        """What only finds out what the head gives."""
+        return Evaluation(OutputsAlone(), [], self._groups, self._shard_of, {}, self.head)
 
     @property
     def size(self) -> int:
@@ -100,17 +111,19 @@ class Evaluation:
     @property
     def is_foreign(self) -> bool:
         """Whether the loss is a custom one, which may do anything with the logits."""
-        return not isinstance(self.loss, SweepLoss)
+        return not isinstance(self.loss, SweepLoss | PooledLoss)
 
     @property
     def may_fail_alone(self) -> bool:
         """Whether the loss may fail on one rank of a micro-batch while its peers go on: somebody else's code."""
         return self.is_foreign or type(self.loss).__module__.partition('.')[0] != __package__
 
-    def sweep(self, logits: Logits, labels: Tensor) -> Seen:
-        """Statistics of logits `[b, s, V/tp]`, in any memory layout, for labels `[b, s]`. One collective over TP, and
-        those of a linear head."""
-        shard = self.shard_of(logits)
+    def see(self, model: Any, logits: Logits, batch: dict[str, Any]) -> Seen | Pooled:
+        """Statistics of logits `[b, s, V/tp]`, in any memory layout, for the labels `[b, s]` of `batch`: one collective
+        over TP, and those of a linear head. Or what the head of the last stage, `model`, gives."""
+        if self.head is not None:
+            return self.head.read(model, logits, batch, self._groups)
+        labels, shard = batch['labels'], self.shard_of(logits)
         return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self._needs))
 
     def shard_of(self, logits: Logits) -> VocabShard:
@@ -119,73 +132,126 @@ class Evaluation:
 
     def contribution(
         self,
-        inputs: dict[str, Any],
+        batch: dict[str, Any],
         extra: Mapping[str, Any],
-        seen: Seen,
+        seen: Seen | Pooled,
         counts: Counts,
         micro_batches: int,
-    ) -> Tensor:
+        number: int,
+    ) -> Tensor | None:
         """This micro-batch's summand of the global loss: summed over micro-batches and DP×CP ranks it is that loss.
+        None where it cannot be had because another data parallel rank has failed.
 
-        `counts` and `micro_batches` are those of the global batch, `extra` the keywords of the call, those per token
-        aligned with the labels.
+        `batch` is this rank's slice, `number` its place among this replica's micro-batches; `counts` and
+        `micro_batches` are those of the global batch, `extra` the keywords of the call, those per token aligned with
+        the labels.
         """
-        features = cast(InputFeature, inputs)
-        outputs = self._outputs(seen)
-        if isinstance(self.loss, SweepLoss):
-            batch = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp, self.totals)
+        features = cast(InputFeature, batch)
+        if isinstance(self.loss, SweepLoss) and isinstance(seen, Seen):
+            tokens = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp, self.totals)
             own = {key: value for key, value in extra.items() if key in self.loss.extras}
             if self.loss.reads_logits:
                 own |= {'logits': seen.logits, 'shard': seen.shard}
-            return self.loss.contribution(batch, seen.stats, **own)
-        outputs['logits'] = seen.logits
-        return self._foreign(features, outputs, extra, counts, micro_batches)
+            return self.loss.contribution(tokens, seen.stats, **own)
+        if isinstance(self.loss, PooledLoss) and isinstance(seen, Pooled):
+            tokens = TokenBatch(batch, batch['labels'], self.ignore_index, counts, self._groups.cp)
+            targets = targets_of(batch)
+            if self.gathers and targets is not None:
+                return self._share(seen.found, targets, counts, number)
+            return self.loss.contribution(tokens, seen, targets)
+        outputs = seen.outputs()
+        outputs[seen.name] = seen.source
+        return self._foreign(cast(InputFeature, self._told(batch)), outputs, seen, extra, counts, micro_batches)
 
-    def feed(self, inputs: dict[str, Any], extra: Mapping[str, Any], seen: Seen, counts: Counts, share: Tensor) -> None:
+    def _share(self, embeddings: Tensor, targets: Tensor, counts: Counts, number: int) -> Tensor | None:
+        """Of a loss over the embeddings of the whole global batch. Where there are several micro-batches it has been
+        found before the schedule; else one gather and one reduce-scatter over DP."""
+        found = self.couple(embeddings, targets) if self.coupled is None else self.coupled[number]
+        if found is None:
+            return None
+        cp = group_size(self._groups.cp)
+        gradient = None if found.gradient is None else found.gradient / cp
+        return with_gradient(embeddings, found.losses.sum() / (max(counts.groups, 1) * cp), gradient)
+
+    def couple(self, embeddings: Tensor | None, targets: Tensor | None) -> Coupled | None:
+        """The losses of these anchors among the embeddings of all data parallel ranks. Collective over DP. `embeddings`
+        None: this rank has none to give, since something failed; None on all ranks then."""
+        assert isinstance(self.loss, InfonceLoss)
+        starts = None if targets is None else targets != 0
+        wanted = torch.is_grad_enabled()
+        with torch.no_grad():
+            return self.loss.couple(embeddings, starts, self._groups.dp, gradient=wanted)
+
+    def feed(
+        self, batch: dict[str, Any], extra: Mapping[str, Any], seen: Seen | Pooled, counts: Counts, share: Tensor
+    ) -> None:
         """Gives the metrics one micro-batch, whose summand of the loss is `share`."""
         if not self._metrics:
             return
-        features, outputs = cast(InputFeature, inputs), self._outputs(seen)
-        if not isinstance(self.loss, SweepLoss):
-            outputs['logits'] = seen.logits
-        labels = inputs['labels']
-        if self.ignore_index != -100:  # what metrics know as ignored
-            labels = labels.masked_fill(labels == self.ignore_index, -100)
-            features = cast(InputFeature, {**inputs, 'labels': labels})
+        features = self._told(batch)
+        outputs = seen.outputs()
+        if self.is_foreign:
+            outputs[seen.name] = seen.source
+        if self.head is None and self.ignore_index != -100:  # what metrics know as ignored
+            labels = features['labels']
+            features['labels'] = labels.masked_fill(labels == self.ignore_index, -100)
         told = _detached(outputs)
-        told['loss'] = share.detach().double() * counts.tokens
-        told['num_tokens'] = (labels != -100).sum()
+        told['num_tokens'] = self._stands_for(batch)
+        told['loss'] = share.detach().double() * getattr(counts, self._weighs_by)
         failed: Exception | None = None
         for metric, facts, names in self._metrics:
             try:
-                metric.accumulate(features, told, **facts, **{name: extra[name] for name in names if name in extra})
+                metric.accumulate(
+                    cast(InputFeature, features),
+                    told,
+                    **facts,
+                    **{name: extra[name] for name in names if name in extra},
+                )
             except Exception as error:  # the others are fed: some are collective, and other ranks may not have failed
                 failed = failed or error
         if failed is not None:
             raise failed
 
-    @staticmethod
-    def _outputs(seen: Seen) -> ModelOutput:
-        assert seen.stats.log_prob is not None
-        outputs = ModelOutput(token_stats=seen.stats, logps=seen.stats.log_prob, vocab_shard=seen.shard)
-        if seen.stats.entropy is not None:
-            outputs['entropies'] = seen.stats.entropy
-        return outputs
+    @property
+    def _weighs_by(self) -> str:
+        """What a metric's mean of losses is over."""
+        return self.over if isinstance(self.loss, PooledLoss) else 'tokens'
+
+    def _stands_for(self, batch: Mapping[str, Any]) -> Tensor:
+        """How many of these a micro-batch has on this rank; what every context parallel rank has is shared out."""
+        if self._weighs_by == 'tokens':
+            return (batch['labels'] != self.ignore_index).sum()
+        counted = counted_sequences(batch, self.labelling)
+        targets = targets_of(batch)
+        count = (targets != 0).sum() if self._weighs_by == 'groups' and targets is not None else counted.sum()
+        return count / group_size(self._groups.cp)
+
+    def _told(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs as a custom loss or a metric gets them: with the labels of the caller."""
+        if self.head is None:
+            return dict(batch)
+        told = {key: value for key, value in batch.items() if key not in (TARGETS, WEIGHTS, 'labels')}
+        targets = targets_of(batch)
+        if targets is not None:
+            told['labels'] = targets
+        if self.head.pooling is None:
+            told['completion_mask'] = (batch['labels'] != IGNORED).long()
+        return told
 
     def _foreign(
         self,
         inputs: InputFeature,
         outputs: ModelOutput,
+        seen: Seen | Pooled,
         extra: Mapping[str, Any],
         counts: Counts,
         micro_batches: int,
     ) -> Tensor:
         """A custom loss as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
         every micro-batch."""
-        logits = outputs.get('logits')
-        assert logits is not None
-        trains = logits.requires_grad and torch.is_grad_enabled()
-        version = logits._version if isinstance(logits, Tensor) else 0
+        source, name = seen.source, seen.name
+        trains = source.requires_grad and torch.is_grad_enabled()
+        version = source._version if isinstance(source, Tensor) else 0
         result = self.loss(inputs, outputs, **extra)
         loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
@@ -193,15 +259,15 @@ class Evaluation:
                 "a loss must return a scalar tensor of floats, or {'loss': such a tensor, 'num_tokens': n}, got "
                 f'{_described(result)}'
             )
-        if trains and isinstance(logits, Tensor) and logits._version != version:
+        if trains and isinstance(source, Tensor) and source._version != version:
             raise ValueError(
-                "a loss must not write to outputs['logits'], from which gradients are computed; work on a new tensor, "
-                'as in logits / temperature'
+                f"a loss must not write to outputs['{name}'], from which gradients are computed; work on a new tensor, "
+                f'as in {name} / temperature'
             )
         if trains and not loss.requires_grad and loss.item() != 0:
             raise ValueError(
-                f'a loss must depend on the logits or logps in a way that autograd sees, got the constant '
-                f'{loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
+                f'a loss must depend on the {name}{" or logps" if name == "logits" else ""} in a way that autograd '
+                f'sees, got the constant {loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
             )
         weight = counts.tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
         return loss.reshape(()) / max(weight, 1)
@@ -222,6 +288,37 @@ class _Totals(SweepLoss):
 
     def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
         return self._loss.totals(batch, stats, **extra).detach()
+
+
+class OutputsAlone(PooledLoss):
+    """A loss of nothing, for what the head gives; needs no labels."""
+
+    reads = ('embeddings', 'values')
+    over = 'sequences'
+    labelled = False
+
+    def contribution(self, batch: TokenBatch, seen: Pooled, targets: Tensor | None) -> Tensor:
+        return seen.found.new_zeros(())
+
+
+def _labelling(loss: Callable[..., Any], metrics: Sequence[Metric], head: PooledHead | None) -> Labelling:
+    layout = _one_layout([loss, *metrics])
+    if head is None:
+        return Labelling(int(getattr(loss, 'ignore_index', -100)), layout=layout)
+
+    def check(targets: Tensor) -> None:
+        head.check_targets(targets)
+        if isinstance(loss, PooledLoss):
+            loss.check_targets(targets)
+
+    return Labelling(
+        getattr(loss, 'ignore_index', None),
+        kind=head.labels,
+        in_groups=layout == 'groups',
+        pooling=head.pooling,
+        needed=isinstance(loss, PooledLoss) and loss.labelled,
+        check=check,
+    )
 
 
 def _one_layout(all_of_them: Sequence[Any]) -> str | None:
@@ -270,19 +367,3 @@ def _detached(outputs: ModelOutput) -> ModelOutput:
     if stats is not None:
         out['token_stats'] = stats.detach()
     return cast(ModelOutput, out)
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shape: tuple[int, ...], *tensors: Tensor) -> Tensor:
-        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
-        return torch.zeros(shape, dtype=torch.float32, device=tensors[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like))
-
-
-def nothing(x: Logits, shape: tuple[int, ...] = ()) -> Tensor:
-    """Zeros that send exact zeros back to `x`, whatever it holds: keeps a pipeline going without training anything."""
-    return _Nothing.apply(shape, *(x.tensors if isinstance(x, LinearHead) else (x,)))

@@ -40,6 +40,15 @@ def tensor_parallel_group() -> ProcessGroup | None:
     return ps.get_tensor_model_parallel_group()
 
 
+def data_parallel_group() -> ProcessGroup | None:
+    """Megatron's data parallel group, without context parallel ranks, where Megatron is in use in this process, else
+    None."""
+    ps = sys.modules.get('megatron.core.parallel_state')
+    if ps is None or not ps.model_parallel_is_initialized():
+        return None
+    return ps.get_data_parallel_group()
+
+
 def check_megatron_groups() -> None:
     """ValueError where Megatron has no global groups, which its schedule and layers read unless they are given a
     `ProcessGroupCollection`."""

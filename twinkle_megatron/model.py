@@ -7,19 +7,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from . import loss as losses
 from .arguments import reject_unknown
-from .evaluation import Evaluation
+from .evaluation import Evaluation, OutputsAlone
 from .groups import Groups, check_megatron_groups
 from .megatron import checks
 from .megatron.accumulation import Accumulation
-from .megatron.engine import Engine
+from .megatron.engine import NO_EXTRAS, Engine
 from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
 from .megatron.plan import Extras
 from .megatron.schedule import Outcome
 from .megatron.snapshot import Snapshot
 from .metric import Metric, build_metric
 from .reference import Reference
+from .seen import PooledHead
 from .teacher import Teacher
 
 
@@ -40,7 +43,8 @@ class MegatronModel:
             and the weight, a few columns at a time, so that no tensor of tokens × vocabulary exists; 'auto' takes
             'linear' where the logits of a micro-batch are large beside the free memory, and says once what it took.
             The numbers are the same up to rounding. A custom loss gets a `LinearHead` as `outputs['logits']`, which
-            becomes the tensor if it is used as one.
+            becomes the tensor if it is used as one. An `EmbeddingHead` or a `ScalarHead` stands in place of the
+            vocabulary: the model gives sentence embeddings or values. Losses of such have a default one.
         max_workspace_mb: MiB for tiles of logits under 'linear', see `LinearHead`.
 
     Every method is collective: all ranks call it, with the data of their own data parallel replica, which is the same
@@ -56,7 +60,7 @@ class MegatronModel:
         groups: Any = None,
         *,
         vocab_size: int | None = None,
-        head: str = 'auto',
+        head: str | PooledHead = 'auto',
         max_workspace_mb: float | None = None,
     ) -> None:
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -78,7 +82,7 @@ class MegatronModel:
         self._accumulation = Accumulation(self._engine.runner)
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
-        self._steps = 0
+        self._steps, self._calls = 0, 0
         self._grad_norm: float | None = None
 
     def set_loss(self, loss: Any, **init: Any) -> None:
@@ -105,6 +109,11 @@ class MegatronModel:
                 "reduction='none' gives no number to train; use 'mean' (or 'sum', which trains the same mean)"
             )
         self._loss = loss
+
+    def set_head(self, head: str | PooledHead) -> None:
+        """Sets what the last stage gives: 'auto', 'logits', 'linear', an `EmbeddingHead` or a `ScalarHead`, as in the
+        constructor. The chunks themselves are not changed by it, so that it can be changed again at any time."""
+        self._engine.set_head(head)
 
     def add_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
         """Adds a metric: a class (made with `init`, `device_mesh` and the DP×CP group), its name, or an instance.
@@ -149,7 +158,10 @@ class MegatronModel:
                 last pipeline stage only.
 
         Returns `{'loss': float, 'logps': [...]}`: the global loss, the same on every rank; on the last stage the
-        log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. Several calls before one step
+        log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. With a head in place of the
+        vocabulary it is `{'loss': float, 'embeddings': [...]}` `[n, H]`, or 'values' `[n]` or `[b, s]`; its labels are
+        one entry a sequence, `[b]` beside `[b, s]`, `[n]` beside a packed row, a number beside a sample; or of values
+        per token a number each. Several calls before one step
         accumulate the mean over all their tokens (or sequences, or pairs, where the loss is a mean over these; one of
         several means, as CPO and ORPO, is exact within a call only). A global batch without trained tokens gives 0.0
         and no gradient.
@@ -165,11 +177,11 @@ class MegatronModel:
             if plan.counts.tokens == 0:
                 if finalize:
                     self._accumulation.ready()  # what earlier calls have left
-                return self._result(self._engine.nothing(plan))
+                return self._result(self._engine.nothing(plan, evaluation), evaluation)
             items = getattr(plan.counts, evaluation.over)
             with self._accumulation.adding(plan.counts.tokens, items, finalize) as scale:
                 outcome = self._engine.forward_backward(plan, evaluation, scale, finalize)
-        return self._result(outcome)
+        return self._result(outcome, evaluation)
 
     def forward_only(
         self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True, **extra: Any
@@ -178,7 +190,23 @@ class MegatronModel:
         evaluation = self._evaluation(training=False)
         given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
         plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=False)
-        return self._result(self._engine.forward(plan, evaluation))
+        return self._result(self._engine.forward(plan, evaluation), evaluation)
+
+    def predict(self, inputs: Any, micro_batch_size: int | None = None) -> list[Tensor]:
+        """What a head in place of the vocabulary gives, in eval mode, without labels and without a loss.
+
+        On the last stage one tensor a micro-batch, of this replica's sequences in input order: embeddings `[n, H]`, or
+        values `[n]` or `[b, s]`; elsewhere none. The head is the one that was set, else that of the loss. Collective:
+        all ranks call it, with the inputs of their own replica.
+        """
+        head = self._engine.pooled or self._engine.head_for(self._loss)
+        if head is None:
+            raise ValueError(
+                'predict needs a head in place of the vocabulary: model.set_head(EmbeddingHead()), or ScalarHead()'
+            )
+        evaluation = Evaluation(OutputsAlone(), [], self.groups, self._engine.shard, {}, head)
+        plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
+        return self._engine.forward(plan, evaluation).results
 
     def reference(
         self, chunks: Any = None, *, adapter_off: Callable[[], Any] | None = None, cache: str | Path | None = None
@@ -270,7 +298,9 @@ class MegatronModel:
         return {key: value for metric in metrics for key, value in metric.values().items()}
 
     def _evaluation(self, training: bool) -> Evaluation:
-        return Evaluation(self._needed_loss(), self._metrics[training], self.groups, self._engine.shard, self._facts())
+        loss, self._calls = self._needed_loss(), self._calls + 1
+        head = self._engine.head_for(loss)
+        return Evaluation(loss, self._metrics[training], self.groups, self._engine.shard, self._facts(), head)
 
     def _needed_loss(self) -> Callable[..., Any]:
         if self._loss is None:
@@ -278,16 +308,26 @@ class MegatronModel:
         return self._loss
 
     def _all_evaluations(self) -> Evaluation:
-        """With the metrics of both modes: on the layout of pairs they all have to agree."""
+        """With the metrics of both modes: on the layout of pairs they all have to agree. ValueError where there are no
+        logits."""
+        if self._engine.head_for(self._needed_loss()) is not None:
+            raise ValueError(
+                f'{type(self._loss).__name__} is not computed from logits, which a reference or a teacher gives'
+            )
         metrics = [metric for mode in self._metrics.values() for metric in mode]
         return Evaluation(self._needed_loss(), metrics, self.groups, self._engine.shard, {})
 
     @staticmethod
-    def _result(outcome: Outcome) -> dict[str, Any]:
-        return {'loss': outcome.loss, 'logps': outcome.logps}
+    def _result(outcome: Outcome, evaluation: Evaluation) -> dict[str, Any]:
+        return {'loss': outcome.loss, 'logps' if evaluation.head is None else evaluation.head.gives: outcome.results}
 
     def _facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = {'loss_reduction': 'sum', 'step': self._steps, 'gradient_accumulation_steps': 1}
+        facts: dict[str, Any] = {
+            'loss_reduction': 'sum',
+            'step': self._steps,
+            'gradient_accumulation_steps': 1,
+            'call': self._calls,
+        }
         if self.optimizer is not None:
             facts['lr'] = learning_rate(self.optimizer)
         if self._grad_norm is not None:

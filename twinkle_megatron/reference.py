@@ -61,7 +61,7 @@ class Reference:
         inputs that `forward_backward` gets.
         """
         like = self._like()
-        loss = _LogProbs(like.ignore_index, like.temperature, like.layout)
+        loss = _LogProbs(like.ignore_index, like.temperature, like.labelling.layout)
         evaluation = Evaluation(loss, [], self._engine.groups, self._engine.shard, {})
         plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
         if self._cache is None:
@@ -79,7 +79,7 @@ class Reference:
             except Exception as caught:  # raised on every rank
                 error = caught
             raise_together(self._engine.groups, error)
-            return self._engine.forward(plan, evaluation).logps
+            return self._engine.forward(plan, evaluation).results
 
     def _cached(
         self, inputs: Any, micro_batch_size: int | None, loss: _LogProbs, plan: Plan, evaluation: Evaluation
@@ -89,7 +89,7 @@ class Reference:
         files: list[Path] = []
         found: list[Tensor | None] = []
         try:
-            batches = collated(inputs, micro_batch_size, loss.ignore_index, loss.layout).batches
+            batches = collated(inputs, micro_batch_size, evaluation.labelling).batches
             files = self._files(batches, loss)
             shapes = [item.shape for item in plan.items if not item.is_padding]
             found = [_read(file, shape) for file, shape in zip(files, shapes)]

@@ -38,7 +38,7 @@ class Teacher:
         it, with the inputs that `forward_backward` gets.
         """
         like = self._like()
-        collect = _Collect(like.ignore_index, like.layout)
+        collect = _Collect(like.ignore_index, like.labelling.layout)
         evaluation = _HeadsOnly(collect, [], self._engine.groups, self._engine.shard, {})
         plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
         self._engine.forward(plan, evaluation)
@@ -63,8 +63,9 @@ class Teacher:
 class _HeadsOnly(Evaluation):
     """Looks at no logits."""
 
-    def sweep(self, logits: Logits, labels: Tensor) -> Seen:
-        return Seen(logits, self.shard_of(logits), TokenStats(log_prob=torch.zeros(labels.shape, device=labels.device)))
+    def see(self, model: Any, logits: Logits, batch: dict[str, Any]) -> Seen:
+        like = batch['labels']
+        return Seen(logits, self.shard_of(logits), TokenStats(log_prob=torch.zeros(like.shape, device=like.device)))
 
 
 class _Collect(SweepLoss):

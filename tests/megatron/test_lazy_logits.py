@@ -481,13 +481,13 @@ def _buffers():
     initialize()
     (chunk,) = wrap(build(GPT))
     weight = unwrapped(chunk).output_layer.weight
-    assert lazy_logits._main_grad(weight) is weight.main_grad
-    assert lazy_logits._main_grad(weight.detach()) is None
+    assert lazy_logits.main_grad_of(weight) is weight.main_grad
+    assert lazy_logits.main_grad_of(weight.detach()) is None
     handle = weight.register_hook(lambda grad: grad)
-    assert lazy_logits._main_grad(weight) is None
+    assert lazy_logits.main_grad_of(weight) is None
     handle.remove()
-    assert lazy_logits._main_grad(weight) is weight.main_grad
+    assert lazy_logits.main_grad_of(weight) is weight.main_grad
     weight.__fsdp_param__ = True
-    assert lazy_logits._main_grad(weight) is None
+    assert lazy_logits.main_grad_of(weight) is None
     assert lazy_logits._main_grad(torch.zeros(2, 2, requires_grad=True)) is None
     assert lazy_logits._main_grad(SimpleNamespace(requires_grad=False)) is None

@@ -28,6 +28,7 @@ from .pairs import (
     split_pairs,
 )
 from .sequences import Packing, packing_of, sequence_ids, shift_labels, spread_out
+from .targets import PER_SEQUENCE, PER_TOKEN_NUMBER, POOLINGS, TOKEN_IDS, Labelling, targets_of
 from .tokens import Counts, TokenBatch, trained_labels
 from .whole_rows import WholeRows
 
@@ -37,9 +38,14 @@ __all__ = [
     'LOG_PROBS',
     'OUTPUTS',
     'PER_PAIR',
+    'PER_SEQUENCE',
     'PER_TOKEN',
+    'PER_TOKEN_NUMBER',
+    'POOLINGS',
+    'TOKEN_IDS',
     'VECTORS',
     'Counts',
+    'Labelling',
     'Packing',
     'Pairs',
     'TokenBatch',
@@ -65,6 +71,7 @@ __all__ = [
     'split_extra',
     'split_pairs',
     'spread_out',
+    'targets_of',
     'trained_labels',
     'value_faults',
     'zigzag',

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -15,16 +16,24 @@ from ..data_format import InputFeature
 DEFAULT_SIZE = 2
 """Samples of a micro-batch."""
 
+TARGETS = 'targets'
+"""The key of labels that are no ids of tokens, on their way to the model."""
+
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: int = -100) -> list[dict[str, Any]]:
+def as_micro_batches(
+    inputs: Any,
+    micro_batch_size: int | None,
+    ignore_index: int = -100,
+    sizes: Callable[[list[dict[str, Any]], int], list[int]] | None = None,
+) -> list[dict[str, Any]]:
     """The micro-batches of one call, each with 2-D tensors `[b, s]` under InputFeature's keys; nothing is copied to a
     GPU.
 
     `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are
     collated into micro-batches of `micro_batch_size` (default `DEFAULT_SIZE`), padded at the end with labels of
-    `ignore_index`.
+    `ignore_index`; or of so many samples as `sizes` says, given the samples and that size.
     Lists and numeric numpy arrays become tensors, ids of any integer dtype int64.
     """
     features = [inputs] if isinstance(inputs, Mapping) else inputs
@@ -42,7 +51,9 @@ def as_micro_batches(inputs: Any, micro_batch_size: int | None, ignore_index: in
         return batches
     if dims == {1}:
         size = int(micro_batch_size or DEFAULT_SIZE)
-        return [_collate(batches[i : i + size], ignore_index) for i in range(0, len(batches), size)]
+        counts = [size] * -(-len(batches) // size) if sizes is None else sizes(batches, size)
+        ends = list(itertools.accumulate(counts))
+        return [_collate(batches[end - count : end], ignore_index) for count, end in zip(counts, ends)]
     raise ValueError(
         'inputs must be all micro-batches (input_ids [b, s]) or all samples (input_ids [s]), got input_ids with '
         f'{sorted(dims)} dims'
@@ -93,7 +104,9 @@ def _collate(samples: list[dict[str, Any]], ignore_index: int) -> dict[str, Any]
     out: dict[str, Any] = {}
     for key in keys:
         values = [sample[key] for sample in samples]
-        if all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths)):
+        if key == TARGETS:
+            out[key] = _stacked(values)
+        elif all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths)):
             fill = ignore_index if key == 'labels' else 0
             out[key] = torch.cat([_grow(v[None], 1, max(lengths), fill) for v in values])
         elif key in ('labels', 'completion_mask', 'position_ids', 'attention_mask'):
@@ -107,6 +120,14 @@ def _collate(samples: list[dict[str, Any]], ignore_index: int) -> dict[str, Any]
         real = torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]
         out['attention_mask'] = real.long()
     return out
+
+
+def _stacked(targets: list[Tensor]) -> Tensor:
+    """What each sample has in place of labels: one number, or equally many."""
+    shapes = {tuple(target.shape) if target.numel() != 1 else () for target in targets}
+    if len(shapes) > 1:
+        raise ValueError(f"'labels' of samples must be one entry a sample, all of one shape, got {sorted(shapes)}")
+    return torch.stack([target.reshape(next(iter(shapes))) for target in targets])
 
 
 def is_per_token(value: Any, shape: tuple[int, ...]) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..groups import group_size
 from .micro_batches import DEFAULT_SIZE, as_micro_batches
+from .targets import Labelling, group_sizes, targets_apart
 from .tokens import TokenBatch
 
 LAYOUTS = ('interleaved', 'separated')
@@ -132,11 +133,13 @@ class Collated(NamedTuple):
     order: list[int] | None
 
 
-def collated(inputs: Any, micro_batch_size: int | None, ignore_index: int, layout: str | None) -> Collated:
-    """`as_micro_batches`, without cutting pairs where there is a layout of such."""
-    order = order_of_samples(inputs, micro_batch_size, layout)
-    samples = inputs if order is None else [inputs[i] for i in order]
-    return Collated(as_micro_batches(samples, micro_batch_size, ignore_index), order)
+def collated(inputs: Any, micro_batch_size: int | None, labelling: Labelling) -> Collated:
+    """`as_micro_batches`, without cutting pairs or groups where there are such, and with labels that are no ids as
+    `TARGETS` where they are not per token."""
+    order = order_of_samples(inputs, micro_batch_size, labelling.layout)
+    samples = targets_apart(inputs if order is None else [inputs[i] for i in order], labelling.kind)
+    sizes = group_sizes if labelling.in_groups else None
+    return Collated(as_micro_batches(samples, micro_batch_size, labelling.ignored, sizes), order)
 
 
 def order_of_samples(inputs: Any, micro_batch_size: int | None, layout: str | None) -> list[int] | None:

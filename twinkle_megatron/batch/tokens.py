@@ -17,14 +17,15 @@ from .sequences import inside_sequences, packing_of, sequence_ids
 
 
 class Counts(NamedTuple):
-    """Of a global batch: trained tokens, sequences with at least one of them, pairs of sequences with at least one, and
-    trained tokens of chosen sequences. Each is counted once, whatever the layout; the last two are 0 where nobody asks
-    for pairs."""
+    """Of a global batch: trained tokens, sequences with at least one of them, pairs of sequences with at least one,
+    trained tokens of chosen sequences, and groups of sequences. Each is counted once, whatever the layout; what nobody
+    asks for is 0."""
 
     tokens: float
     sequences: float
     pairs: float = 0
     chosen_tokens: float = 0
+    groups: float = 0
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class TokenBatch:
         """
         counted = torch.where(self.mask, values, 0).reshape(-1)
         total = counted.new_zeros(self.sequence_tokens.numel()).index_add(0, self.sequence_ids.reshape(-1), counted)
-        return _SumOverContext.apply(total, self.cp) if group_size(self.cp) > 1 else total
+        return sum_over_context(total, self.cp)
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """As `sequence_sum`, divided by the counting tokens of the sequence; 0 for one that has none."""
@@ -137,6 +138,12 @@ class TokenBatch:
             weight = 1 / self.sequence_tokens.clamp(min=1).to(values.dtype)
             return torch.where(self.mask, values * self.spread(weight), 0).sum() / self.sequences
         raise ValueError(f"over must be 'tokens' or 'sequences', got {over!r}")
+
+
+def sum_over_context(x: Tensor, cp: ProcessGroup | None) -> Tensor:
+    """The sum of `x` over the context parallel ranks. Differentiable: each rank is given the gradient that all of them
+    have found together. One all-reduce forward and one backward, none for a single rank."""
+    return _SumOverContext.apply(x, cp) if group_size(cp) > 1 else x
 
 
 class _SumOverContext(torch.autograd.Function):

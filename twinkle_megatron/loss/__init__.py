@@ -4,6 +4,8 @@ from .base import Loss
 from .cross_entropy import ChunkedCrossEntropyLoss, CrossEntropyLoss
 from .gkd import GKDLoss
 from .grpo import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss
+from .infonce import InfonceLoss
+from .mse import MSELoss
 from .preference import CPOLoss, DPOLoss, ORPOLoss, PreferenceLossBase, SimPOLoss
 
 __all__ = [
@@ -17,7 +19,9 @@ __all__ = [
     'GKDLoss',
     'GRPOLoss',
     'GSPOLoss',
+    'InfonceLoss',
     'Loss',
+    'MSELoss',
     'ORPOLoss',
     'PreferenceLossBase',
     'SAPOLoss',

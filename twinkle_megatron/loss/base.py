@@ -27,6 +27,9 @@ class Loss:
     above 0 that it is a sum over that many tokens, which `MegatronModel` divides by the tokens of the global batch.
     """
 
+    reads: ClassVar[tuple[str, ...]] = ('logits',)
+    """What it can be computed from: 'logits', or 'embeddings' or 'values' of a head in their place."""
+
     @property
     def needs(self) -> frozenset[str]:
         """Statistics that `MegatronModel` has to find in its sweep over the logits, by their names in `TokenStats`."""

@@ -11,6 +11,7 @@ import torch
 from ..arguments import keywords_of, reject_unknown
 from ..groups import Groups, group_rank, group_size
 from ..loss.base import SweepLoss
+from ..loss.pooled import PooledLoss
 from ..vocab_parallel import VocabShard
 from . import cpu
 from .optimizer import is_megatron
@@ -126,7 +127,7 @@ def vocab_shard(local_size: int, group: Any, vocab_size: int | None, padded: int
 
 def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Collection[str]) -> None:
     """ValueError for keywords that neither the loss nor a metric takes; `known` are those that they name."""
-    if isinstance(loss, SweepLoss):
+    if isinstance(loss, SweepLoss | PooledLoss):
         reject_unknown(extra, known, f'forward_backward with {type(loss).__name__}')
         return
     named = keywords_of(loss)

@@ -10,14 +10,17 @@ import torch
 
 from ..evaluation import Evaluation
 from ..groups import Groups, group_size
+from ..seen import PooledHead
 from ..vocab_parallel import VocabShard
 from . import checks
+from .embedding import EmbeddingHead, ScalarHead
 from .head_choice import HeadChoice
-from .heads import TakeHead, check_no_hook
+from .heads import TakeHead, check_no_hook, head_taken
 from .plan import Extras, Limits, Plan, make_plan
 from .schedule import Outcome, Runner
 
 NO_EXTRAS = Extras({}, {})
+AUTO = "'auto'"
 
 
 class Engine:
@@ -40,7 +43,7 @@ class Engine:
         collection: Any = None,
         *,
         vocab_size: int | None = None,
-        head: str = 'auto',
+        head: str | PooledHead = 'auto',
         max_workspace_mb: float | None = None,
         scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
         optimizer: Any = None,
@@ -48,16 +51,44 @@ class Engine:
     ) -> None:
         self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
         self.groups, self._collection = groups, collection
-        self._head, self._max_workspace_mb = head, max_workspace_mb
+        self._max_workspace_mb = max_workspace_mb
         self.models, self.config = checks.unwrap(self.chunks)
         checks.check_chunks(self.chunks, self.models, self.config, groups, optimizer, trains)
         self.padded_vocab_size: int | None = getattr(self.models[0], 'vocab_size', None)
         checks.check_vocab_size(vocab_size, self.padded_vocab_size)
         self.vocab_size = vocab_size if vocab_size is not None else self.padded_vocab_size
-        self._head_choice = HeadChoice(head, self.models, self.config, groups, max_workspace_mb)
+        self.set_head(head)
         self.runner = Runner(self.chunks, self.models, self.config, groups, collection, scale_loss)
         self._limits = Limits.of(self.models[0], self.config, groups, self.vocab_size, len(self.chunks))
         self._shards: dict[int, VocabShard] = {}
+
+    def set_head(self, head: str | PooledHead) -> None:
+        """What the last stage hands over; see `MegatronModel`."""
+        if not isinstance(head, str | PooledHead):
+            raise ValueError(
+                "head must be 'auto', 'logits', 'linear', or an instance of EmbeddingHead or ScalarHead, got "
+                f'{head.__name__ + ", the class" if isinstance(head, type) else repr(head)}'
+            )
+        self.pooled = head if isinstance(head, PooledHead) else None
+        self._vocabulary = head if isinstance(head, str) else 'auto'
+        self._head_choice = HeadChoice(self._vocabulary, self.models, self.config, self.groups, self._max_workspace_mb)
+
+    def head_for(self, loss: Any) -> PooledHead | None:
+        """What stands in place of the logits for this loss: the head that was set, else what the loss asks for.
+        ValueError where they do not go together."""
+        reads = getattr(loss, 'reads', None)
+        name = type(loss).__name__
+        if self.pooled is not None:
+            if reads is not None and self.pooled.gives not in reads:
+                raise ValueError(
+                    f'{name} is computed from {" or ".join(reads)}, but the model has {self.pooled!r}, which gives '
+                    f'{self.pooled.gives}; set another loss, or another head: model.set_head('
+                    f'{"EmbeddingHead()" if "embeddings" in reads else "ScalarHead()" if "values" in reads else AUTO})'
+                )
+            return self.pooled
+        if reads is None or 'logits' in reads:
+            return None
+        return {'embeddings': EmbeddingHead, 'values': ScalarHead}[reads[0]]()
 
     @property
     def own_shard(self) -> VocabShard | None:
@@ -72,7 +103,7 @@ class Engine:
             self.groups,
             self._collection,
             vocab_size=vocab_size or self.vocab_size,
-            head=head or self._head,
+            head=head or self._vocabulary,
             max_workspace_mb=self._max_workspace_mb,
             trains=False,
         )
@@ -85,6 +116,9 @@ class Engine:
 
         def check() -> None:
             check_no_hook(self.models)
+            obstacle = None if evaluation.head is None else self._obstacle(evaluation.head)
+            if obstacle is not None:
+                raise ValueError(f'{evaluation.head!r} cannot be had: {obstacle}')
             checks.check_extra(evaluation.loss, extra.given, extra.kinds)
             if self.groups.is_last_stage:
                 checks.check_call(evaluation.loss, extra.given, training)
@@ -95,29 +129,28 @@ class Engine:
             extra if self.groups.is_last_stage else extra._replace(given={}),
             self.groups,
             self._limits,
-            evaluation.ignore_index,
-            needs_labels=True,
-            layout=evaluation.layout,
+            evaluation.labelling,
             check=check,
         )
 
     def forward_backward(self, plan: Plan, evaluation: Evaluation, scale: float, sync: bool) -> Outcome:
         """Adds `scale` times the gradient of the global loss; see `Runner.run`."""
-        take_head = self._head_for(plan, evaluation)
+        take_head = self._head_for(plan, evaluation, training=True)
         return self.runner.run(plan, evaluation, training=True, scale=scale, sync=sync, take_head=take_head)
 
     @torch.no_grad()
     def forward(self, plan: Plan, evaluation: Evaluation) -> Outcome:
         """In eval mode, without gradients."""
         if not plan.items:
-            return self.nothing(plan)
+            return self.nothing(plan, evaluation)
         with _eval_mode(self.chunks):
-            take_head = self._head_for(plan, evaluation)
+            take_head = self._head_for(plan, evaluation, training=False)
             return self.runner.run(plan, evaluation, training=False, take_head=take_head)
 
-    def nothing(self, plan: Plan) -> Outcome:
+    def nothing(self, plan: Plan, evaluation: Evaluation) -> Outcome:
         """Of a global batch in which nothing is trained."""
-        zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding]
+        per_token = evaluation.head is None or evaluation.head.pooling is None
+        zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding and per_token]
         return Outcome(0.0, zeros if self.groups.is_last_stage else [])
 
     def shard(self, local_size: int) -> VocabShard:
@@ -128,9 +161,14 @@ class Engine:
             )
         return self._shards[local_size]
 
-    def _head_for(self, plan: Plan, evaluation: Evaluation) -> TakeHead:
-        """How to take the head; a loss that couples several micro-batches gets its totals first."""
-        take_head = self._head_choice.taken(plan.most_tokens)
+    def _obstacle(self, head: PooledHead) -> str | None:
+        return head.why_not(self.models[-1]) if self.groups.is_last_stage else None
+
+    def _head_for(self, plan: Plan, evaluation: Evaluation, training: bool) -> TakeHead:
+        """How to take the head; a loss that couples several micro-batches gets what they have in common first."""
+        take_head = head_taken if evaluation.head is not None else self._head_choice.taken(plan.most_tokens)
+        if evaluation.gathers and not plan.one_each:
+            evaluation.coupled = self.runner.couple(plan, evaluation, take_head, training)
         if evaluation.couples and plan.micro_batches > 1:
             evaluation.totals = self.runner.first_pass(plan, evaluation, take_head)
         return take_head

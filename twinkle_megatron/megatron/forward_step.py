@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..batch import split_context
-from ..evaluation import Evaluation, Seen, nothing
+from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size
-from ..vocab_parallel import LinearHead, Logits, cross_entropy
+from ..seen import Pooled, Seen, nothing, nothing_for
+from ..vocab_parallel import Logits, cross_entropy
+from .embedding import idle_parameters
 from .heads import has_loss_hook
 from .item import PREFIX, Item
 from .lazy_logits import LazyLogits
@@ -24,9 +26,9 @@ class ForwardStep:
     """Megatron's `forward_step_func` for the micro-batches of one plan, with what this rank finds on the way.
 
     `factor` multiplies each summand of the global loss before it goes to Megatron. After the schedule `loss` holds the
-    sums of this rank's summands, `logps` the log-probs `[b, s/cp]` of each real micro-batch on the last stage, and
-    `error` what the loss, a metric or the head threw first. The micro-batches after it are run like any others, since
-    other ranks, which may have had no error, wait in their collectives.
+    sums of this rank's summands, `results` what was found in each real micro-batch on the last stage, log-probs `[b,
+    s/cp]` or what the head gives, and `error` what the loss, a metric or the head threw first. The micro-batches after
+    it are run like any others, since other ranks, which may have had no error, wait in their collectives.
     """
 
     def __init__(
@@ -45,9 +47,19 @@ class ForwardStep:
         self._device = device_of(models[0])
         self._accepts = _forward_arguments(models[0])
         self.loss = torch.zeros(evaluation.size, dtype=torch.float64, device=self._device)
-        self.logps: list[Tensor] = []
-        self._seen: Seen | None = None
+        self.results: list[Tensor] = []
+        self._last_model = models[-1]
+        self._idle = idle_parameters(models[-1], evaluation.head) if groups.is_last_stage else []
+        self._number = 0
+        self._local: dict[str, Any] = {}
+        self._seen: Seen | Pooled | None = None
         self._swept = False
+
+    @property
+    def per_token(self) -> bool:
+        """Whether the results have an entry for each token of this rank."""
+        head = self._evaluation.head
+        return head is None or head.pooling is None
 
     def is_hooked(self, model: Any) -> bool:
         return self._groups.is_last_stage and has_loss_hook(model)
@@ -58,25 +70,28 @@ class ForwardStep:
         batch = self._on_device(_with_positions(item, self._model))
         boundaries = None if item.packing is None else item.packing.boundaries
         local = split_context(batch, group_size(groups.cp), group_rank(groups.cp), boundaries)
-        self._seen, self._swept = None, False
+        self._seen, self._swept, self._local = None, False, local
         output = chunk(**self._arguments(item, local))
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
 
     def on_logits(self, logits: Logits, labels: Tensor) -> Tensor:
-        """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`."""
-        seen = self._sweep(logits, labels)
+        """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`, or
+        whatever there is in place of logits."""
+        seen = self._see(logits, {**self._local, 'labels': labels})
         if seen is None:
             return nothing(logits, tuple(labels.shape))
+        if isinstance(seen, Pooled):
+            return seen.found
         if self._evaluation.temperature != 1 and getattr(self._config, 'mtp_num_layers', None):
             return cross_entropy(logits, labels, shard=seen.shard, ignore_index=self._evaluation.ignore_index)
         assert seen.stats.log_prob is not None
         return -seen.stats.log_prob
 
-    def _sweep(self, logits: Logits, labels: Tensor) -> Seen | None:
+    def _see(self, logits: Logits, batch: dict[str, Any]) -> Seen | Pooled | None:
         self._swept = True
         self._seen = None
         try:
-            self._seen = self._evaluation.sweep(logits, labels)
+            self._seen = self._evaluation.see(self._last_model, logits, batch)
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
         return self._seen
@@ -84,6 +99,8 @@ class ForwardStep:
     def _loss(self, item: Item, local: dict[str, Any], output: Tensor) -> tuple[Any, ...]:
         share = nothing(output) if item.is_padding else self._share(item, local, output)
         self._seen = None  # lets go of the logits before the backward pass
+        if self._idle and output.requires_grad:
+            share = share + nothing_for(self._idle)
         if not share.requires_grad and output.requires_grad:
             share = share + nothing(output)  # a loss that is a constant still has to enter the backward pass
         self.loss += share.detach().double()
@@ -96,34 +113,41 @@ class ForwardStep:
 
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
         """This micro-batch's summand of the loss, or a zero without gradient where that failed."""
-        seen = self._seen if self._swept else self._sweep(output, local['labels'])
+        seen = self._seen if self._swept else self._see(output, local)
+        number, self._number = self._number, self._number + 1
         foreign = self._evaluation.is_foreign
         if foreign and seen is not None:
             local, seen = _without_added_rows(local, seen, item.shape[0])
         inputs = {key: value for key, value in local.items() if not key.startswith(PREFIX)}
         extra = item.extra | {key[len(PREFIX) :]: value for key, value in local.items() if key.startswith(PREFIX)}
-        share = None if seen is None else self._contribution(inputs, item.extra if foreign else extra, seen)
+        share = None if seen is None else self._contribution(inputs, item.extra if foreign else extra, seen, number)
+        if seen is None and self._evaluation.gathers and self._evaluation.coupled is None:
+            self._evaluation.couple(None, None)  # the other data parallel ranks wait for this one's embeddings
         if self._may_fail_alone() and self._failed_on_a_peer(share is None):
             share = None
         if seen is None:
             return nothing(output)
         if share is None:
-            return nothing(_end_of(seen))
+            return nothing(seen.end)
         try:
             self._evaluation.feed(inputs, extra, seen, self.plan.counts, share)
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
-        assert seen.stats.log_prob is not None
-        self.logps.append(seen.stats.log_prob.detach())
+        self.results.append(seen.result)
         return share
 
-    def _contribution(self, inputs: dict[str, Any], extra: dict[str, Any], seen: Seen) -> Tensor | None:
-        def loss() -> Tensor:
-            return self._evaluation.contribution(inputs, extra, seen, self.plan.counts, self.plan.micro_batches)
+    def _contribution(
+        self, inputs: dict[str, Any], extra: dict[str, Any], seen: Seen | Pooled, number: int
+    ) -> Tensor | None:
+        counts, micro_batches = self.plan.counts, self.plan.micro_batches
+
+        def loss() -> Tensor | None:
+            return self._evaluation.contribution(inputs, extra, seen, counts, micro_batches, number)
 
         try:
-            if self._evaluation.is_foreign and isinstance(seen.logits, LazyLogits) and group_size(self._groups.tp) > 1:
-                return Together(seen.logits, self._groups.tp).run(loss)
+            lazy = self._evaluation.is_foreign and isinstance(seen.source, LazyLogits)
+            if lazy and group_size(self._groups.tp) > 1:
+                return Together(cast(LazyLogits, seen.source), self._groups.tp).run(cast(Callable[[], Tensor], loss))
             return loss()
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
@@ -164,22 +188,13 @@ class ForwardStep:
         return out if self._accepts is None else {k: v for k, v in out.items() if k in self._accepts}
 
 
-def _without_added_rows(local: dict[str, Any], seen: Seen, rows: int) -> tuple[dict[str, Any], Seen]:
+def _without_added_rows(local: dict[str, Any], seen: Seen | Pooled, rows: int) -> tuple[dict[str, Any], Seen | Pooled]:
     """Without the ignored rows that the schedule asked for: a custom loss may take a mean over rows."""
     shape = local['labels'].shape
     if shape[0] == rows:
         return local, seen
     own = {k: v[:rows] if isinstance(v, Tensor) and v.shape[:1] == shape[:1] else v for k, v in local.items()}
-    return own, seen._replace(logits=seen.logits.narrow(0, 0, rows), stats=seen.stats.first_rows(rows))
-
-
-def _end_of(seen: Seen) -> Tensor:
-    """What zeros are sent back to where a loss has failed: past a loss that may have spoilt the logits which the sweep
-    saved, but into the sweep over a linear head, whose backward pass is collective."""
-    if not isinstance(seen.logits, LinearHead):
-        return seen.logits
-    assert seen.stats.log_prob is not None
-    return seen.stats.log_prob
+    return own, seen.first_rows(rows)
 
 
 def device_of(model: Any) -> torch.device:

@@ -43,7 +43,7 @@ class LazyLogits(LinearHead):
             bias=layer.bias,
             sequence_parallel=bool(layer.sequence_parallel),
             max_workspace_mb=max_workspace_mb,
-            main_grad=_main_grad(used),
+            main_grad=main_grad_of(used),
         )
         self._layer, self._gather = layer, layer.gather_output if gather is None else gather
         self._recorded = torch.is_grad_enabled()
@@ -186,7 +186,7 @@ def _say_once(asked: str) -> None:
     )
 
 
-def _main_grad(weight: Tensor) -> Tensor | None:
+def main_grad_of(weight: Tensor) -> Tensor | None:
     """The buffer that Megatron's DDP collects this weight's gradient in; None where autograd has to do it, as for a
     weight whose gradient somebody changes in a hook."""
     if not weight.requires_grad or hasattr(weight, '__fsdp_param__') or weight._backward_hooks:

@@ -13,6 +13,7 @@ from ..batch import (
     CONSTANT,
     HEADS,
     Counts,
+    Labelling,
     Packing,
     WholeRows,
     align_extras,
@@ -24,6 +25,7 @@ from ..batch import (
     spread_out,
     trained_labels,
 )
+from ..batch.targets import TOKEN_IDS, WEIGHTS, check_targets, marked, pool_weights
 from ..groups import Groups, group_rank, group_size, raise_together
 from .item import PREFIX, Census, Item
 
@@ -94,6 +96,8 @@ class Plan:
     counts: Counts
     micro_batches: int
     """Micro-batches of all data parallel replicas, padding not counted."""
+    one_each: bool
+    """Whether every replica has exactly one."""
     most_tokens: int
     """Tokens of the largest micro-batch of any replica, trained or not, on one context parallel rank."""
 
@@ -104,25 +108,22 @@ def make_plan(
     extra: Extras,
     groups: Groups,
     limits: Limits,
-    ignore_index: int,
-    needs_labels: bool,
-    layout: str | None = None,
+    labelling: Labelling,
     check: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Checks the data, counts, and pads what has to be padded. `check` is what else may be wrong on this rank alone.
-    `layout` is where the sequences of a pair lie, if they are to be pairs.
 
     Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of
     its own. Then all ranks raise together.
     """
     error: Exception | None = None
     items: list[Item] = []
-    census = Census([], ignore_index, None, None, layout)
+    census = Census([], labelling, None, None)
     counted = census.row()
     try:
         check()
-        items = _checked(inputs, micro_batch_size, extra, limits, ignore_index, needs_labels, layout)
-        census = Census(items, ignore_index, limits.vocab_size, limits.max_length, layout)
+        items = _checked(inputs, micro_batch_size, extra, limits, labelling)
+        census = Census(items, labelling, limits.vocab_size, limits.max_length)
         counted = census.row()
     except Exception as caught:  # raised below, on every rank
         error = caught
@@ -137,9 +138,9 @@ def make_plan(
         if replicas.setdefault(row[1], row[2:-1]) != row[2:-1]:
             raise ValueError(
                 'inputs must be the same on every TP, PP and CP rank of a data parallel replica, but differ in replica '
-                f'{int(row[1])}: (micro-batches, rows, length, trained tokens, sequences, pairs, chosen tokens) is '
-                f'{replicas[row[1]]} on one rank and {row[2:-1]} on another; give each rank the whole sequences of '
-                'its replica'
+                f'{int(row[1])}: (micro-batches, rows, length, trained tokens, sequences, pairs, chosen tokens, '
+                f'groups) is {replicas[row[1]]} on one rank and {row[2:-1]} on another; give each rank the whole '
+                'sequences of its replica'
             )
     seen = list(replicas.values())
     if limits.same_shapes_everywhere:
@@ -152,11 +153,12 @@ def make_plan(
             f'them), got {[int(r[0]) for r in seen]}: padding micro-batches would train the router through its '
             'auxiliary losses'
         )
-    padded = _padded(items, count, rows, length, limits, ignore_index)
+    padded = _padded(items, count, rows, length, limits, labelling.ignored)
     return Plan(
         padded,
         counts=Counts(*(int(sum(column)) for column in list(zip(*seen))[3:])),
         micro_batches=int(sum(r[0] for r in seen)),
+        one_each=all(r[0] == 1 for r in seen),
         most_tokens=int(max(r[1] * r[2] for r in seen)) // group_size(groups.cp),
     )
 
@@ -166,14 +168,18 @@ def _checked(
     micro_batch_size: int | None,
     extra: Extras,
     limits: Limits,
-    ignore_index: int,
-    needs_labels: bool,
-    layout: str | None,
+    labelling: Labelling,
 ) -> list[Item]:
-    batches, order = collated(inputs, micro_batch_size, ignore_index, layout)
-    packings = []
+    batches, order = collated(inputs, micro_batch_size, labelling)
+    ignore_index, layout = labelling.ignored, labelling.layout
+    packings, moved = [], []
     for index, batch in enumerate(batches):
-        check_micro_batch(batch, index, needs_labels)
+        columns = None
+        if labelling.kind != TOKEN_IDS:
+            batches[index], columns = marked(batch, index, labelling)
+            batch = batches[index]
+        moved.append(columns)
+        check_micro_batch(batch, index, labelling.needed)
         packings.append(packing_of(batch))
         _check_lengths(batch, packings[-1], index, batches, limits)
         _check_attention(batch, index, batches, limits)
@@ -182,15 +188,19 @@ def _checked(
     whole = [WholeRows(batch, packing, ignore_index) for batch, packing in zip(batches, packings)]
     if layout is not None:
         _check_pairs(whole)
+    for index, rows in enumerate(whole):
+        check_targets(rows, index, labelling)
     said = {key: value for key, value in extra.given.items() if key in extra.kinds}
     constant = {key for key in said if extra.kinds[key] in (CONSTANT, HEADS)}
     aligned = align_extras(said, extra.kinds, whole, extra.shifted, order)
     split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order)
     items = []
-    for rows, own, raw in zip(whole, aligned, split):
+    for rows, own, raw, columns in zip(whole, aligned, split, moved):
         along = {PREFIX + key: value for key, value in own.items() if key not in constant and value is not None}
+        if labelling.pooling is not None:
+            along[WEIGHTS] = pool_weights(rows, labelling.pooling)
         moving = WholeRows({**rows.batch, **along}, rows.packing, ignore_index)
-        items.append(_item(moving, {key: own[key] for key in constant} | raw, limits))
+        items.append(_item(moving, {key: own[key] for key in constant} | raw, limits, columns))
     return items
 
 
@@ -203,14 +213,16 @@ def _check_pairs(whole: Sequence[WholeRows]) -> None:
             )
 
 
-def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits) -> Item:
-    """With the sequence of each token, and in a packed row with room to split each sequence over CP ranks."""
-    batch, packing, columns = dict(rows.batch), rows.packing, None
+def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits, columns: torch.Tensor | None) -> Item:
+    """With the sequence of each token, and in a packed row with room to split each sequence over CP ranks. `columns`:
+    where the tokens of padded rows were moved."""
+    batch, packing = dict(rows.batch), rows.packing
     shape = (int(batch['input_ids'].shape[0]), int(batch['input_ids'].shape[1]))
     if batch.get('labels') is not None:
         batch['sequence_ids'], batch['sequence_tokens'] = rows.ids, rows.tokens
     if packing is not None and limits.cp_size > 1:
-        batch, packing, columns = spread_out(batch, packing, 2 * limits.cp_size, rows.ignore_index)
+        batch, packing, spread = spread_out(batch, packing, 2 * limits.cp_size, rows.ignore_index)
+        columns = None if spread is None else spread[None]
     return Item(batch, extra, shape, packing, columns, is_padding=False)
 
 

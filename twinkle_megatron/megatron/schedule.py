@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..batch import join_context
+from ..batch import join_context, targets_of
 from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
+from ..loss.infonce import Coupled
 from ..vocab_parallel import labels
 from .forward_step import ForwardStep, device_of
 from .heads import TakeHead, logits_taken
@@ -31,11 +32,11 @@ from .randomness import same_random_numbers
 
 
 class Outcome(NamedTuple):
-    """Of one call: the global loss, the same on every rank, and on the last stage each micro-batch's log-probs `[b,
-    s]`."""
+    """Of one call: the global loss, the same on every rank, and on the last stage of each micro-batch the log-probs
+    `[b, s]`, or what the head gives in their place."""
 
     loss: float
-    logps: list[Tensor]
+    results: list[Tensor]
 
 
 class Runner:
@@ -116,6 +117,32 @@ class Runner:
         with same_random_numbers():
             self._schedule(call, training=False, sync=False, take_head=take_head)
         return torch.tensor(self._agree(call, training=False, sync=False), dtype=torch.float64, device=self.device)
+
+    @torch.no_grad()
+    def couple(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead, training: bool) -> list[Coupled]:
+        """What a loss over the embeddings of the global batch finds in each micro-batch of this replica, on the last
+        stage: one more forward pass, whose random numbers the pass after it draws again, then a gather over DP."""
+        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation.pooled(), factor=1.0)
+        with same_random_numbers():
+            self._schedule(call, training=False, sync=False, take_head=take_head)
+        self._agree(call, training=False, sync=False)
+        if not self.groups.is_last_stage:
+            return []
+        batches = [item.batch for item in plan.items if not item.is_padding]
+        sizes = [len(result) for result in call.results]
+        dtype = next((p.dtype for p in self.models[-1].parameters()), torch.float32)
+        none = torch.empty(0, 0, device=self.device, dtype=torch.promote_types(dtype, torch.float32))
+        embeddings = torch.cat(call.results) if sizes else none
+        starts = [
+            targets.to(self.device).reshape(-1) for batch in batches if (targets := targets_of(batch)) is not None
+        ]
+        with torch.set_grad_enabled(training):
+            found = evaluation.couple(embeddings, torch.cat(starts) if starts else none.reshape(-1))
+        assert found is not None
+        anchors = [int((part != 0).sum()) for part in starts]
+        losses = found.losses.split(anchors)
+        gradients = [None] * len(sizes) if found.gradient is None else found.gradient.split(sizes)
+        return [found._replace(losses=mine, gradient=its) for mine, its in zip(losses, gradients)]
 
     def finalize(self, started: bool) -> None:
         """Megatron's reductions of the accumulated gradients, without a division: the token counts of several calls are
@@ -227,14 +254,18 @@ class Runner:
         return sums
 
     def _whole_sequences(self, call: ForwardStep) -> list[Tensor]:
-        """Each real micro-batch's log-probs as whole sequences in input order; a collective over CP on the last
-        stage."""
+        """Each real micro-batch's log-probs or values as whole sequences in input order; a collective over CP on the
+        last stage. What is one a sequence already is as it is."""
         out = []
-        for item, local in zip(call.plan.items, call.logps):
+        for item, local in zip(call.plan.items, call.results):
+            if not call.per_token:
+                out.append(local)
+                continue
             boundaries = None if item.packing is None else item.packing.boundaries
             whole = join_context(all_gather_rows(local, self.groups.cp), boundaries)
-            if item.columns is not None:  # tokens of a packed row, back where they came from
-                whole = F.pad(whole[:, item.columns.to(whole.device)], (0, item.shape[1] - item.columns.numel()))
+            if item.columns is not None:  # tokens that had to move, back where they came from
+                moved = whole[: len(item.columns)].gather(1, item.columns.to(whole.device))
+                whole = F.pad(moved, (0, item.shape[1] - moved.shape[1]))
             out.append(whole[: item.shape[0], : item.shape[1]])
         return out
 

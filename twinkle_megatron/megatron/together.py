@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..evaluation import nothing
 from ..groups import all_gather_rows
+from ..seen import nothing
 from .lazy_logits import LazyLogits
 
 _DONE, _FAILED, _BUILDS = range(3)

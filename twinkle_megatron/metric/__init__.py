@@ -5,6 +5,7 @@ from .base import Metric
 from .build import build_metric
 from .completion import CompletionRewardMetric
 from .dpo import DPOMetric
+from .embedding import EmbeddingMetric
 from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .state import MAXIMUM, MINIMUM, SUM, Field
@@ -18,6 +19,7 @@ __all__ = [
     'CISPOMetric',
     'CompletionRewardMetric',
     'DPOMetric',
+    'EmbeddingMetric',
     'Field',
     'GRPOMetric',
     'GSPOMetric',

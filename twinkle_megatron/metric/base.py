@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..vocab_parallel import VocabShard
 
-STEP_KEYWORDS = frozenset({'lr', 'step', 'gradient_accumulation_steps', 'grad_norm', 'loss_reduction'})
+STEP_KEYWORDS = frozenset({'lr', 'step', 'gradient_accumulation_steps', 'grad_norm', 'loss_reduction', 'call'})
 """What a training loop tells every metric. A metric names those it uses."""
 
 

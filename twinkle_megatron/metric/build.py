@@ -9,12 +9,14 @@ from .accuracy import Accuracy
 from .base import Metric
 from .completion import CompletionRewardMetric
 from .dpo import DPOMetric
+from .embedding import EmbeddingMetric
 from .grpo import CISPOMetric, GRPOMetric, GSPOMetric
 from .loss import LossMetric
 from .train import TrainMetric
 
 _CLASSES = (
     TrainMetric, LossMetric, Accuracy, CompletionRewardMetric, DPOMetric, GRPOMetric, GSPOMetric, CISPOMetric,
+    EmbeddingMetric,
 )  # fmt: skip
 METRICS: dict[str, type[Metric]] = {cls.__name__: cls for cls in _CLASSES}
 

@@ -131,12 +131,13 @@ def counted_of(features: Features, labels: Tensor) -> Tensor:
 
 
 def token_count(features: Sequence[Features]) -> Tensor | None:
-    """Counted tokens of these micro-batches, or None where one has no labels."""
+    """Counted tokens of these micro-batches, or None where one has no labels. Labels may be numbers of any kind."""
     total = None
     for feature in features:
-        labels = labels_of(feature)
+        labels = feature.get('labels')
         if labels is None:
             return None
+        labels = as_tensor(labels, 'labels')
         count = counted_of(feature, labels).sum()
         total = count if total is None else total + count.to(total.device)
     return total

@@ -29,5 +29,5 @@ class _Once(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            'the statistics of the logits have no second derivative: backward through a gradient of theirs'
+            'losses and statistics of twinkle_megatron have no second derivative: backward through a gradient of theirs'
         )
