@@ -22,6 +22,9 @@ class InputFeature(TypedDict, total=False):
     `packed_seq_params`. A loss that `MegatronModel` calls finds `sequence_ids` `[b, s]`, the number of each token's
     sequence in the micro-batch, and `sequence_tokens` `[n]`, how many trained tokens each has, of all context parallel
     ranks.
+
+    Of losses of embeddings and of values, `labels` are one entry a sequence (`[b]`, `[n]` of a packed row, a number
+    beside a sample), or numbers in the place of ids; padding may be on either side there.
     """
 
     input_ids: torch.Tensor
@@ -42,7 +45,8 @@ class ModelOutput(TypedDict, total=False):
 
     `logits` are `[..., V/tp]`, this rank's vocabulary shard, described by `vocab_shard`; a tensor, or a `LinearHead`
     that never builds them. `token_stats` holds what one
-    sweep over those logits found for the aligned labels; `logps` and `entropies` are `[...]` in nats.
+    sweep over those logits found for the aligned labels; `logps` and `entropies` are `[...]` in nats. `embeddings`
+    `[n, D]` and `values` `[n]` or `[b, s]` are what a head gives in place of logits.
     """
 
     logits: Logits
@@ -51,6 +55,7 @@ class ModelOutput(TypedDict, total=False):
     vocab_shard: VocabShard
     token_stats: TokenStats
     embeddings: torch.Tensor
+    values: torch.Tensor
     loss: Any
     num_tokens: Any
 

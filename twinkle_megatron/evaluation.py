@@ -247,8 +247,8 @@ class Evaluation:
         counts: Counts,
         micro_batches: int,
     ) -> Tensor:
-        """A custom loss as a summand: a sum over tokens is divided by the global count, a mean weighs the same for
-        every micro-batch."""
+        """A custom loss as a summand: a sum over tokens, or sequences, is divided by the global count, a mean weighs
+        the same for every micro-batch."""
         source, name = seen.source, seen.name
         trains = source.requires_grad and torch.is_grad_enabled()
         version = source._version if isinstance(source, Tensor) else 0
@@ -269,7 +269,13 @@ class Evaluation:
                 f'a loss must depend on the {name}{" or logps" if name == "logits" else ""} in a way that autograd '
                 f'sees, got the constant {loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
             )
-        weight = counts.tokens if _is_sum(count) else micro_batches * group_size(self._groups.cp)
+        cp = group_size(self._groups.cp)
+        if not _is_sum(count):
+            weight = micro_batches * cp
+        elif self.head is None or self.head.pooling is None:
+            weight = counts.tokens
+        else:  # every context parallel rank has all sequences
+            weight = counts.sequences * cp
         return loss.reshape(()) / max(weight, 1)
 
 

@@ -489,5 +489,5 @@ def _buffers():
     assert lazy_logits.main_grad_of(weight) is weight.main_grad
     weight.__fsdp_param__ = True
     assert lazy_logits.main_grad_of(weight) is None
-    assert lazy_logits._main_grad(torch.zeros(2, 2, requires_grad=True)) is None
-    assert lazy_logits._main_grad(SimpleNamespace(requires_grad=False)) is None
+    assert lazy_logits.main_grad_of(torch.zeros(2, 2, requires_grad=True)) is None
+    assert lazy_logits.main_grad_of(SimpleNamespace(requires_grad=False)) is None

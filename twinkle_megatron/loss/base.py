@@ -24,11 +24,13 @@ class Loss:
 
     A subclass overrides `__call__`; a plain function of the same form that returns a scalar tensor will do too.
     `inputs['labels']` are already shifted and aligned with the logits. `num_tokens` 0 says that `loss` is a mean,
-    above 0 that it is a sum over that many tokens, which `MegatronModel` divides by the tokens of the global batch.
+    above 0 that it is a sum over that many tokens, which `MegatronModel` divides by the tokens of the global batch; of
+    what a head gives one a sequence, a sum over sequences.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ('logits',)
-    """What it can be computed from: 'logits', or 'embeddings' or 'values' of a head in their place."""
+    reads: ClassVar[tuple[str, ...] | None] = None
+    """What it can be computed from: 'logits', or 'embeddings' or 'values' of a head in their place; None: of whatever
+    `MegatronModel` has."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -47,6 +49,7 @@ class SweepLoss(Loss):
     has several ranks. The call's keywords are those of `extras`.
     """
 
+    reads = ('logits',)
     temperature = 1.0
     chunk_size: int | None = None
     inplace_backward = False

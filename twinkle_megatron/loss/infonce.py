@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,7 +78,7 @@ class InfonceLoss(PooledLoss):
     2506.05176.
     """
 
-    reads: ClassVar[tuple[str, ...]] = ('embeddings',)
+    reads = ('embeddings',)
     over = 'groups'
     layout = 'groups'
 
