@@ -20,11 +20,12 @@ def examples(name):
 
 
 def test_first_examples_train_on_two_ranks(tmp_path):
-    first, responses, preference, distillation = examples('README.md')[:4]
+    first, responses, preference, distillation, encoder = examples('README.md')[:5]
     end = 'dist.destroy_process_group()'
     more = f"{responses}\nassert metrics['train/approx_kl'] > 0 and output['loss'] != 0\n"
     more += f"{preference}\nassert float(metrics['margin']) > 0 and output['loss'] < 0.693\n"
-    more += f"{distillation}\nassert 0 < divergences[-1] < divergences[0] and output['loss'] > 0\n{end}"
+    more += f"{distillation}\nassert 0 < divergences[-1] < divergences[0] and output['loss'] > 0\n"
+    more += f"{encoder}\nassert similarity['pos_sim'] > similarity['neg_sim'] and len(embeddings) == 2\n{end}"
     (tmp_path / 'first.py').write_text(first.replace(end, more))
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', 'first.py']
     env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
@@ -39,11 +40,11 @@ def test_first_examples_train_on_two_ranks(tmp_path):
 
 def test_examples_without_a_model_run():
     names = {}
-    exec(examples('README.md')[4], names)
+    exec(examples('README.md')[5], names)
     assert names['loss'].isfinite()
     assert names['logits'].grad[:, 1000:].eq(0).all()
     assert torch.equal(names['ids'][:, 0], names['best'])
-    exec(examples('README.md')[5], names)
+    exec(examples('README.md')[6], names)
     built = torch.nn.functional.cross_entropy((names['hidden'] @ names['weight'].T)[:, :1000], names['target'])
     torch.testing.assert_close(names['loss'], built)
     assert names['hidden'].grad.abs().sum() > 0
