@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from twinkle_megatron.batch import PER_SEQUENCE, PER_TOKEN_NUMBER, POOLINGS, Labelling, WholeRows, packing_of
+from twinkle_megatron.batch.micro_batches import TARGETS
 from twinkle_megatron.batch.pairs import collated
 from twinkle_megatron.batch.targets import group_sizes, marked, pool_weights, targets_of
 
@@ -73,7 +74,7 @@ def test_samples_of_different_labels_are_refused():
     ],
 )
 def test_groups_are_not_cut(starts, size, sizes):
-    assert group_sizes([{'targets': torch.tensor(start)} for start in starts], size) == sizes
+    assert group_sizes([{TARGETS: torch.tensor(start)} for start in starts], size) == sizes
 
 
 @pytest.mark.parametrize('pooling', POOLINGS)

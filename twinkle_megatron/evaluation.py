@@ -82,7 +82,7 @@ class Evaluation:
         if isinstance(self.loss, SweepLoss):
             return self.loss.over
         per_sequence = self.head is not None and self.head.pooling is not None
-        own = self.loss.over if isinstance(self.loss, PooledLoss) else 'tokens'
+        own = self.loss.over if isinstance(self.loss, PooledLoss) else None
         return own or ('sequences' if per_sequence else 'tokens')
 
     @property
@@ -93,7 +93,9 @@ class Evaluation:
     @property
     def gathers(self) -> bool:
         """Whether the loss looks at the embeddings of the whole global batch."""
-        return isinstance(self.loss, InfonceLoss) and self.loss.use_batch
+        if not isinstance(self.loss, InfonceLoss) or self.is_foreign:
+            return False
+        return self.loss.use_batch and type(self.loss).contribution is InfonceLoss.contribution
 
     def pooled(self) -> Evaluation:
         """What only finds out what the head gives."""
@@ -111,7 +113,7 @@ class Evaluation:
     @property
     def is_foreign(self) -> bool:
         """Whether the loss is a custom one, which may do anything with the logits."""
-        return not isinstance(self.loss, SweepLoss | PooledLoss)
+        return not isinstance(self.loss, SweepLoss | PooledLoss) or _is_called(self.loss)
 
     @property
     def may_fail_alone(self) -> bool:
@@ -147,13 +149,13 @@ class Evaluation:
         the labels.
         """
         features = cast(InputFeature, batch)
-        if isinstance(self.loss, SweepLoss) and isinstance(seen, Seen):
+        if isinstance(self.loss, SweepLoss) and isinstance(seen, Seen) and not self.is_foreign:
             tokens = TokenBatch.of(features, self.ignore_index, counts, self._groups.cp, self.totals)
             own = {key: value for key, value in extra.items() if key in self.loss.extras}
             if self.loss.reads_logits:
                 own |= {'logits': seen.logits, 'shard': seen.shard}
             return self.loss.contribution(tokens, seen.stats, **own)
-        if isinstance(self.loss, PooledLoss) and isinstance(seen, Pooled):
+        if isinstance(self.loss, PooledLoss) and isinstance(seen, Pooled) and not self.is_foreign:
             tokens = TokenBatch(batch, batch['labels'], self.ignore_index, counts, self._groups.cp)
             targets = targets_of(batch)
             if self.gathers and targets is not None:
@@ -215,7 +217,7 @@ class Evaluation:
     @property
     def _weighs_by(self) -> str:
         """What a metric's mean of losses is over."""
-        return self.over if isinstance(self.loss, PooledLoss) else 'tokens'
+        return 'tokens' if self.head is None else self.over
 
     def _stands_for(self, batch: Mapping[str, Any]) -> Tensor:
         """How many of these a micro-batch has on this rank; what every context parallel rank has is shared out."""
@@ -230,7 +232,9 @@ class Evaluation:
         """The inputs as a custom loss or a metric gets them: with the labels of the caller."""
         if self.head is None:
             return dict(batch)
-        told = {key: value for key, value in batch.items() if key not in (TARGETS, WEIGHTS, 'labels')}
+        told = {
+            key: value for key, value in batch.items() if key not in (TARGETS, WEIGHTS, 'labels', 'completion_mask')
+        }
         targets = targets_of(batch)
         if targets is not None:
             told['labels'] = targets
@@ -307,7 +311,24 @@ class OutputsAlone(PooledLoss):
         return seen.found.new_zeros(())
 
 
+_FORMULAS = ('contribution', 'token_losses', 'pair_losses')
+"""Methods of this package's losses that `MegatronModel` calls."""
+
+
+def _is_called(loss: Any) -> bool:
+    """Whether the loss is somebody's subclass of one of this package's that overrides `__call__`, and below that none
+    of the methods which would be called in its place."""
+    for cls in type(loss).__mro__:
+        if cls.__module__.partition('.')[0] == __package__ or any(name in vars(cls) for name in _FORMULAS):
+            return False
+        if '__call__' in vars(cls):
+            return True
+    return False
+
+
 def _labelling(loss: Callable[..., Any], metrics: Sequence[Metric], head: PooledHead | None) -> Labelling:
+    for metric in metrics:
+        _check_metric(metric, loss, head)
     layout = _one_layout([loss, *metrics])
     if head is None:
         return Labelling(int(getattr(loss, 'ignore_index', -100)), layout=layout)
@@ -325,6 +346,18 @@ def _labelling(loss: Callable[..., Any], metrics: Sequence[Metric], head: Pooled
         needed=isinstance(loss, PooledLoss) and loss.labelled,
         check=check,
     )
+
+
+def _check_metric(metric: Metric, loss: Callable[..., Any], head: PooledHead | None) -> None:
+    """ValueError for a metric of what the model does not give."""
+    reads, gives = getattr(metric, 'reads', None), 'logits' if head is None else head.gives
+    if reads is not None and reads != gives:
+        name = getattr(loss, '__name__', type(loss).__name__)
+        why = 'the model' if head is None else repr(head)
+        raise ValueError(
+            f'{type(metric).__name__} is computed from {reads}, but with the loss {name} {why} gives {gives}; '
+            'set_metric replaces the metrics added before'
+        )
 
 
 def _one_layout(all_of_them: Sequence[Any]) -> str | None:

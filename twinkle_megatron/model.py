@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import loss as losses
 from .arguments import reject_unknown
+from .batch import without_labels
 from .evaluation import Evaluation, OutputsAlone
 from .groups import Groups, check_megatron_groups
 from .megatron import checks
@@ -90,8 +91,10 @@ class MegatronModel:
         `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`.
 
         A callable gets this rank's labels in `inputs`, and in `outputs` the `logits` shard, its `vocab_shard` and
-        `logps`. Its attributes `needs` (names of `TokenStats`), `temperature` and `ignore_index` steer the sweep,
-        where it has them.
+        `logps`; or what a head gives in place of logits. What it needs for each token belongs in `inputs`, where it is
+        split as the tokens are. Its attributes `needs` (names of `TokenStats`), `temperature` and `ignore_index` steer
+        the sweep, where it has them; `reads` ('embeddings', 'values') asks for a head, and `layout` 'groups' says that
+        labels begin groups of sequences, which no micro-batch may cut.
         """
         if isinstance(loss, str):
             reject_unknown({loss: None}, losses.__all__, 'twinkle_megatron.loss')
@@ -163,7 +166,8 @@ class MegatronModel:
         one entry a sequence, `[b]` beside `[b, s]`, `[n]` beside a packed row, a number beside a sample; or of values
         per token a number each. Several calls before one step
         accumulate the mean over all their tokens (or sequences, or pairs, where the loss is a mean over these; one of
-        several means, as CPO and ORPO, is exact within a call only). A global batch without trained tokens gives 0.0
+        several means, as CPO and ORPO, is exact within a call only); these calls must all be means over the same
+        things. A global batch without trained tokens gives 0.0
         and no gradient.
 
         An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
@@ -174,12 +178,12 @@ class MegatronModel:
         with self._accumulation.dropped_on_error():
             given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
             plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=True)
-            if plan.counts.tokens == 0:
+            items = getattr(plan.counts, evaluation.over)
+            if items == 0:
                 if finalize:
                     self._accumulation.ready()  # what earlier calls have left
                 return self._result(self._engine.nothing(plan, evaluation), evaluation)
-            items = getattr(plan.counts, evaluation.over)
-            with self._accumulation.adding(plan.counts.tokens, items, finalize) as scale:
+            with self._accumulation.adding(plan.counts.tokens, items, evaluation.over, finalize) as scale:
                 outcome = self._engine.forward_backward(plan, evaluation, scale, finalize)
         return self._result(outcome, evaluation)
 
@@ -205,7 +209,8 @@ class MegatronModel:
                 'predict needs a head in place of the vocabulary: model.set_head(EmbeddingHead()), or ScalarHead()'
             )
         evaluation = Evaluation(OutputsAlone(), [], self.groups, self._engine.shard, {}, head)
-        plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
+        unlabelled = without_labels(inputs)
+        plan = self._engine.plan(unlabelled, micro_batch_size, NO_EXTRAS, evaluation, training=False)
         return self._engine.forward(plan, evaluation).results
 
     def reference(

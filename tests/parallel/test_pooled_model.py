@@ -16,7 +16,7 @@ from test_pooled import GPT
 from tiny_gpt import Layout, build, initialize, unwrapped, wrap
 
 from twinkle_megatron import EmbeddingHead, MegatronModel, ScalarHead
-from twinkle_megatron.loss import InfonceLoss
+from twinkle_megatron.loss import InfonceLoss, infonce
 from twinkle_megatron.megatron.embedding import add_value_head
 from twinkle_megatron.metric import EmbeddingMetric, LossMetric
 
@@ -380,6 +380,36 @@ REFUSED = {
         lambda model: (model.set_loss('InfonceLoss'), model.reference().logps(batches_of(model))),
         'InfonceLoss is not computed from logits',
     ),
+    'positions of another length': (
+        _with('InfonceLoss', edit=_put('position_ids', lambda b: b['input_ids'][:, 1:])),
+        "['position_ids'] must have the shape of input_ids",
+    ),
+    'a metric of embeddings beside cross entropy': (
+        lambda model: (
+            model.set_loss('CrossEntropyLoss'), model.add_metric(EmbeddingMetric), model.forward_only(batches_of(model))
+        ),
+        'EmbeddingMetric is computed from embeddings, but with the loss CrossEntropyLoss the model gives logits',
+    ),
+    'a metric of logits beside embeddings': (
+        lambda model: (
+            model.set_loss('InfonceLoss'), model.add_metric('Accuracy'), model.forward_backward(batches_of(model))
+        ),
+        'Accuracy is computed from logits, but with the loss InfonceLoss EmbeddingHead',
+    ),
+    'different means before one step': (
+        lambda model: (
+            model.set_loss('InfonceLoss'), model.forward_backward(batches_of(model)),
+            model.set_loss('MSELoss'), model.forward_backward(batches_of(model, 'token')),
+        ),
+        'calls before one step must be means over the same, got groups first and tokens now',
+    ),
+    'an output layer of its own': (
+        lambda model: (
+            setattr(unwrapped(model.chunks[0]).output_layer, 'forward', print), model.set_loss('InfonceLoss'),
+            model.forward_backward(batches_of(model)),
+        ),
+        'has a forward of its own, which would not be called',
+    ),
     'predict without a head': (lambda model: model.predict(batches_of(model)), 'set_head(EmbeddingHead())'),
     'a value head twice': (lambda model: add_value_head(unwrapped(model.chunks[0])), 'has a value head already'),
     'a value head on a wrapped chunk': (lambda model: add_value_head(model.chunks), 'before it is wrapped'),
@@ -429,6 +459,261 @@ def test_an_error_on_one_replica_ends_all_ranks(what):
     for outcome in run_ranks(_wrong_on_one_rank, 4, Layout(dp=2, pp=2), what, collect_errors=True, timeout=60):
         assert outcome.error == ('ValueError' if what == 'labels' else 'ZeroDivisionError'), outcome
         assert ('was a group cut' if what == 'labels' else 'out of memory') in outcome.message
+
+
+# ---- found by trying to break it
+
+
+def _no_rows(layout, name):
+    """A replica whose micro-batch has no rows."""
+    model = model_on(layout)
+    kind = KINDS[name]
+    model.set_head(kind.head)
+    model.set_loss(kind.loss, **kind.init)
+    batches = micro_batches(GPT, ONE, 0, 'right', kind.labels)
+    if dist.get_rank(model.groups.dp) == 1:
+        batches = [{key: value[:0] for key, value in batch.items()} for batch in batches]
+    out = model.forward_backward(batches)
+    return out['loss'], collect_grads(model.chunks), [len(x) for x in out[kind.head.gives]]
+
+
+@pytest.mark.parametrize('name', ['plain', 'own', 'reward', 'value'])
+def test_a_micro_batch_without_rows_changes_nothing(name):
+    results = run_ranks(_no_rows, 2, Layout(dp=2), name, timeout=60)
+    assert results[1][2] == [0]
+    for loss, _, _ in results:
+        assert loss == pytest.approx(reference(GPT)[name].loss, rel=1e-9)
+    assert compare([grads for _, grads, _ in results], reference(GPT)[name].grads).error < 1e-9
+
+
+def _between_the_passes(layout, method, split):
+    model = model_on(layout)
+    loss = InfonceLoss()
+    if dist.get_rank() == dist.get_world_size() - 1:
+
+        def fail(*args, **kwargs):
+            raise MemoryError('no room for all rows')
+
+        if method == 'contrast':
+            infonce.contrast = fail
+        else:
+            setattr(loss, method, fail)
+    model.set_loss(loss)
+    model.forward_backward(batches_of(model, name=split))
+
+
+@pytest.mark.parametrize(
+    ('layout', 'method', 'split'),
+    [
+        (Layout(pp=2), '_alone', 'uneven'),
+        (Layout(tp=2), '_alone', 'uneven'),
+        (Layout(dp=2), 'contrast', 'uneven'),
+        (Layout(dp=2), 'contrast', 'one'),
+    ],
+    ids=str,
+)
+def test_an_error_over_all_embeddings_ends_all_ranks(layout, method, split):
+    for outcome in run_ranks(_between_the_passes, 2, layout, method, split, collect_errors=True, timeout=60):
+        assert outcome.error == 'MemoryError', outcome
+        assert 'no room for all rows' in outcome.message
+
+
+class Returns:
+    """A value loss of somebody, with a keyword that has an entry for each token."""
+
+    reads = ('values',)
+
+    def __call__(self, inputs, outputs, returns):
+        error = torch.where(inputs['completion_mask'] > 0, outputs['values'] - torch.as_tensor(returns), 0)
+        return {'loss': (error**2).sum(), 'num_tokens': inputs['completion_mask'].sum()}
+
+
+def _returns(side, form):
+    model = model_on()
+    model.set_loss(Returns())
+    (batch,) = batches_of(model, 'token', 'one', side)
+    returns = batch['labels'].numpy() if form == 'array' else batch['labels']
+    batch['completion_mask'] = (batch['labels'] != -7).long()
+    return model.forward_backward([batch], returns=returns)['loss']
+
+
+@pytest.mark.parametrize('form', ['tensor', 'array'])
+def test_keywords_of_a_custom_loss_are_moved_with_left_padding(form):
+    for side in ('right', 'left'):
+        assert run_ranks(_returns, 1, side, form)[0] == pytest.approx(reference(GPT)['value'].loss, rel=1e-9)
+
+
+def _custom_sum(calls):
+    """A sum over sequences, in one call or two."""
+
+    def loss(inputs, outputs):
+        counted = inputs['labels'] != -100
+        squares = torch.where(counted, outputs['values'] - inputs['labels'], 0) ** 2
+        return {'loss': squares.sum(), 'num_tokens': counted.sum()}
+
+    model = model_on()
+    model.set_head(ScalarHead('last'))
+    model.set_loss(loss)
+    loss.ignore_index = -100
+    model.set_metric(LossMetric)
+    batches = batches_of(model, 'sequence')
+    for part in [batches] if calls == 1 else [batches[:1], batches[1:]]:
+        model.forward_backward(part)
+    return collect_grads(model.chunks), model.metric_values()['loss']
+
+
+@pytest.mark.parametrize('calls', [1, 2])
+def test_a_custom_sum_over_sequences_weighs_by_sequences(calls):
+    grads, loss = run_ranks(_custom_sum, 1, calls)[0]
+    want = reference(GPT)['reward']
+    assert compare([grads], want.grads).error < 1e-9
+    assert loss == pytest.approx(want.loss, rel=1e-9)
+
+
+def _all_ignored():
+    model = model_on()
+    model.set_head(ScalarHead('last'))
+    model.set_loss('MSELoss')
+    batches = [{**batch, 'labels': batch['labels'] * 0 - 100} for batch in batches_of(model, 'sequence')]
+    out = model.forward_backward(batches)
+    return out, model._accumulation.ready()
+
+
+def test_nothing_that_counts_trains_nothing():
+    assert run_ranks(_all_ignored, 1)[0] == ({'loss': 0.0, 'values': []}, False)
+
+
+def _foreign_keys():
+    model = model_on()
+    model.set_loss('CrossEntropyLoss')
+    samples = [{'input_ids': [1, 2, 3], 'labels': [2, 3, 4], 'targets': 'a text', 'pool_weights': 1}] * 2
+    rows = {
+        'input_ids': torch.ones(2, 3).long(),
+        'labels': torch.ones(2, 3).long(),
+        'targets': torch.full((2,), torch.nan),
+    }
+    return model.forward_only(samples)['loss'], model.forward_only(rows)['loss']
+
+
+def test_other_keys_of_the_inputs_are_left_alone():
+    assert all(loss > 0 for loss in run_ranks(_foreign_keys, 1)[0])
+
+
+def _late(wrapped):
+    initialize(Layout())
+    chunks = build(GPT)
+    chunks = wrap(chunks) if wrapped else chunks
+    optimizer = None if wrapped else torch.optim.SGD(chunks[0].parameters(), lr=0.1)
+    add_value_head(unwrapped(chunks[0]))
+    model = MegatronModel(chunks, optimizer, vocab_size=62)
+    model.set_loss('MSELoss')
+    model.forward_backward(batches_of(model, 'token'))
+
+
+@pytest.mark.parametrize(('wrapped', 'before'), [(True, 'DistributedDataParallel'), (False, 'the optimizer is made')])
+def test_a_value_head_that_would_not_be_trained_is_refused(wrapped, before):
+    (outcome,) = run_ranks(_late, 1, wrapped, collect_errors=True)
+    assert outcome.error == 'ValueError'
+    assert 'add_value_head before' in outcome.message
+    assert before in outcome.message
+
+
+class Doubled(InfonceLoss):
+    """Overrides what `Loss` says that a subclass overrides."""
+
+    def __call__(self, inputs, outputs, **extra):
+        out = super().__call__(inputs, outputs, **extra)
+        return {**out, 'loss': 2 * out['loss']}
+
+
+def _overridden():
+    model = model_on()
+    model.set_loss(Doubled(use_batch=False))
+    model.set_head(KINDS['own'].head)
+    return model.forward_backward(batches_of(model, name='one'))['loss']
+
+
+def test_a_subclass_that_overrides_the_call_is_called():
+    assert run_ranks(_overridden, 1)[0] == pytest.approx(2 * reference(GPT)['own'].loss, rel=1e-9)
+
+
+def _masked_metrics():
+    model = model_on()
+    model.set_loss('InfonceLoss', **KINDS['blocks'].init)
+    model.set_head(KINDS['blocks'].head)
+    model.add_metric(LossMetric, is_training=True)
+    batches = [{**batch, 'completion_mask': batch['attention_mask']} for batch in batches_of(model)]
+    return model.forward_backward(batches)['loss'], model.metric_values()['loss']
+
+
+def test_a_completion_mask_says_what_is_pooled_and_disturbs_no_metric():
+    for loss in run_ranks(_masked_metrics, 1)[0]:
+        assert loss == pytest.approx(reference(GPT)['blocks'].loss, rel=1e-9)
+
+
+def _own_group_only():
+    model = model_on(Layout(cp=2))
+    model.set_loss('InfonceLoss', **KINDS['plain'].init)
+    model.add_metric(EmbeddingMetric(process_group=model.groups.dp_cp), is_training=True)
+    model.forward_backward(batches_of(model))
+    return model.metric_values()
+
+
+def test_a_metric_that_was_given_its_group_alone_learns_the_layout():
+    for values in run_ranks(_own_group_only, 2):
+        assert values == pytest.approx(reference(GPT)['plain'].metrics, rel=1e-9)
+
+
+def _vectors():
+    model = model_on(Layout(cp=2))
+    model.set_head(EmbeddingHead('mean', normalize=False))
+    model.set_loss('MSELoss')
+    batches = batches_of(model, name='uneven')
+    found = model.predict(batches)
+    for batch in batches:
+        batch['labels'] = torch.full((len(batch['labels']), GPT.hidden), 0.5)
+    out = model.forward_backward(batches)
+    every = torch.cat(found)
+    return out['loss'], ((every - 0.5) ** 2).mean().item()
+
+
+def test_embeddings_are_drawn_to_vectors():
+    for loss, expected in run_ranks(_vectors, 2):
+        assert loss == pytest.approx(expected, rel=1e-9)
+
+
+def _packed_with_a_mask(layout):
+    model = model_on(layout)
+    model.set_loss('InfonceLoss', **KINDS['plain'].init)
+    batches = batches_of(model, side='packed')
+    for batch in batches:
+        length = batch['input_ids'].shape[1]
+        batch['attention_mask'] = torch.cat([torch.ones(1, length), torch.zeros(1, 3)], 1).long()
+        batch['labels'] = batch['labels'][None]
+        for key in ('input_ids', 'position_ids'):
+            batch[key] = torch.cat([batch[key], torch.zeros(1, 3, dtype=torch.int64)], 1)
+    return model.forward_backward(batches)['loss']
+
+
+@pytest.mark.parametrize('layout', [Layout(), Layout(cp=2)], ids=str)
+def test_packed_rows_may_bring_a_mask_and_labels_of_one_row(layout):
+    for loss in run_ranks(_packed_with_a_mask, layout.world, layout):
+        assert loss == pytest.approx(reference(GPT)['plain'].loss, rel=1e-9)
+
+
+def _kept():
+    """Bytes that autograd keeps of the pooling."""
+    from twinkle_megatron.megatron.embedding import _Pool
+
+    hidden = torch.randn(500, 64, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        _Pool.apply(hidden, torch.rand(500), torch.zeros(500, dtype=torch.int64), 3)
+    return kept
+
+
+def test_pooling_keeps_no_hidden_states():
+    assert _kept() == [500, 500]
 
 
 def _metric_over_calls():

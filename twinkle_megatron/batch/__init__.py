@@ -3,7 +3,7 @@
 Plain tensors on explicit sizes and groups; nothing here knows Megatron.
 """
 
-from .checks import check_micro_batch, explain_fault, value_faults
+from .checks import check_mask, check_micro_batch, explain_fault, value_faults
 from .context import context_positions, join_context, split_context, zigzag
 from .extras import (
     CONSTANT,
@@ -28,7 +28,7 @@ from .pairs import (
     split_pairs,
 )
 from .sequences import Packing, packing_of, sequence_ids, shift_labels, spread_out
-from .targets import PER_SEQUENCE, PER_TOKEN_NUMBER, POOLINGS, TOKEN_IDS, Labelling, targets_of
+from .targets import PER_SEQUENCE, PER_TOKEN_NUMBER, POOLINGS, TOKEN_IDS, Labelling, targets_of, without_labels
 from .tokens import Counts, TokenBatch, trained_labels
 from .whole_rows import WholeRows
 
@@ -53,6 +53,7 @@ __all__ = [
     'align_extras',
     'as_micro_batches',
     'check_layout',
+    'check_mask',
     'check_micro_batch',
     'check_pairs',
     'collated',
@@ -74,5 +75,6 @@ __all__ = [
     'targets_of',
     'trained_labels',
     'value_faults',
+    'without_labels',
     'zigzag',
 ]

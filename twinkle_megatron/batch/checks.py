@@ -40,6 +40,13 @@ def check_micro_batch(batch: Mapping[str, Any], index: int, needs_labels: bool) 
         )
 
 
+def check_mask(batch: Mapping[str, Any], index: int) -> None:
+    """ValueError unless a 2-D mask masks nothing but the end of each row. A host read."""
+    mask = batch['attention_mask']
+    if bool((mask[:, 1:].int() > mask[:, :-1].int()).any()):
+        raise explain_fault('attention_mask', batch, index, None, 0)
+
+
 def value_faults(
     batch: Mapping[str, Any], vocab_size: int | None, ignore_index: int, max_length: int | None = None
 ) -> dict[str, Tensor]:

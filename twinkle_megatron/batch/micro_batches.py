@@ -16,8 +16,8 @@ from ..data_format import InputFeature
 DEFAULT_SIZE = 2
 """Samples of a micro-batch."""
 
-TARGETS = 'targets'
-"""The key of labels that are no ids of tokens, on their way to the model."""
+TARGETS = 'labels that are no ids'
+"""Their key on the way to the model; one that no caller has."""
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 

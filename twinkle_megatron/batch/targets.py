@@ -10,18 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .micro_batches import TARGETS, describe, is_per_token
-from .sequences import inside_sequences, packing_of
+from .sequences import Packing, inside_sequences, packing_of
 from .whole_rows import WholeRows
 
 TOKEN_IDS, PER_SEQUENCE, PER_TOKEN_NUMBER = 'ids of tokens', 'one entry a sequence', 'a number a token'
 """What the labels of a call are."""
 
-WEIGHTS = 'pool_weights'
-"""The key of how much each token counts in what its sequence is pooled to."""
+WEIGHTS = 'pooling weights'
+"""The key of how much each token counts in what its sequence is pooled to; one that no caller has."""
 
 IGNORED, COUNTED = -100, 0
 """Marks of tokens."""
@@ -65,6 +66,15 @@ def targets_apart(inputs: Any, kind: str) -> Any:
         return _apart(inputs, 0)
     if isinstance(inputs, Sequence) and all(isinstance(one, Mapping) for one in inputs):
         return [_apart(one, index) for index, one in enumerate(inputs)]
+    return inputs  # refused with other wrong inputs
+
+
+def without_labels(inputs: Any) -> Any:
+    """The inputs of a call without their labels."""
+    if isinstance(inputs, Mapping):
+        return {key: value for key, value in inputs.items() if key != 'labels'}
+    if isinstance(inputs, Sequence) and all(isinstance(one, Mapping) for one in inputs):
+        return [without_labels(one) for one in inputs]
     return inputs  # refused with other wrong inputs
 
 
@@ -114,16 +124,20 @@ def marked(batch: Mapping[str, Any], index: int, labelling: Labelling) -> Marked
     if labelling.needed and given.get(TARGETS) is None:
         raise ValueError(f"inputs[{index}] has no 'labels' ({labelling.kind}), got the keys {sorted(batch)}")
     if labelling.kind == PER_SEQUENCE and TARGETS in given:
-        given[TARGETS] = _not_per_token(given[TARGETS])
+        given[TARGETS] = _not_per_token(given[TARGETS], packing_of(given))
     out, columns = _without_left_padding(given)
+    if TARGETS in out and out[TARGETS].device != out['input_ids'].device:
+        out[TARGETS] = out[TARGETS].to(out['input_ids'].device)
     marks = torch.full_like(out['input_ids'], COUNTED, dtype=torch.int64).masked_fill(~_real(out, index), IGNORED)
     if labelling.kind == PER_TOKEN_NUMBER and TARGETS in out and labelling.ignore_index is not None:
         marks = marks.masked_fill(out[TARGETS] == labelling.ignore_index, IGNORED)
     return Marked({**out, 'labels': marks}, columns)
 
 
-def _not_per_token(targets: Tensor) -> Tensor:
-    """`[n]`, or `[n, c, 1, 1]`, which nothing takes for a tensor `[b, s]`."""
+def _not_per_token(targets: Tensor, packing: Packing | None) -> Tensor:
+    """`[n]`, or `[n, c, 1, 1]`, which nothing takes for a tensor `[b, s]`; of a packed row also from `[1, n]`."""
+    if packing is not None and targets.shape == (1, packing.lengths.numel()):
+        return targets[0]
     if targets.dim() < 2 or targets.shape[1:].numel() == 1:
         return targets.reshape(-1)
     return targets.flatten(1)[..., None, None]
@@ -159,7 +173,8 @@ def check_targets(rows: WholeRows, index: int, labelling: Labelling) -> None:
         try:
             labelling.check(targets)
         except ValueError as error:
-            raise ValueError(f"inputs[{index}]['labels'] {str(error).removeprefix('labels ')}") from error
+            told = str(error).removeprefix('labels ')
+            raise ValueError(f"inputs[{index}]['labels']{' ' if told.startswith('must ') else ': '}{told}") from error
 
 
 def _per_token(given: Any, index: int, ids: Tensor) -> Tensor:
@@ -204,10 +219,31 @@ def _without_left_padding(batch: Mapping[str, Any]) -> Marked:
     moved = dict(batch)
     for key, value in batch.items():
         if is_per_token(value, ids.shape):
-            at = columns.to(value.device)
-            at = at if value.dim() == 2 else at[..., None].expand_as(value)
-            moved[key] = torch.empty_like(value).scatter_(1, at, value)
+            moved[key] = _moved(value, columns)
     return Marked(moved, columns)
+
+
+def moved_like(value: Any, columns: Tensor) -> Any:
+    """A keyword of a custom loss with what belongs to tokens `[b, s]`, or to those of each of b rows, moved as
+    `columns` say; anything else as it is."""
+    rows, width = columns.shape
+    if isinstance(value, (list, tuple)) and len(value) == rows:
+        each = [torch.as_tensor(one) if np.shape(one) == (width,) else one for one in value]
+        return [x[_inverse(at)] if isinstance(x, Tensor) and x.shape == (width,) else x for x, at in zip(each, columns)]
+    tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in 'biuf' else value
+    if not isinstance(tensor, Tensor) or not is_per_token(tensor, (rows, width)):
+        return value
+    moved = _moved(tensor, columns)
+    return moved.numpy() if isinstance(value, np.ndarray) else moved
+
+
+def _inverse(columns: Tensor) -> Tensor:
+    return torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+
+
+def _moved(value: Tensor, columns: Tensor) -> Tensor:
+    at = columns.to(value.device)
+    return torch.empty_like(value).scatter_(1, at if value.dim() == 2 else at[..., None].expand_as(value), value)
 
 
 def pool_weights(rows: WholeRows, pooling: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -150,12 +151,23 @@ def contrast(
         log_weights = torch.cat([among.weights, torch.ones(len(among.anchors), dtype=torch.float64)]).log()
         log_weights = log_weights.to(device, rows.dtype)
     work = _Work(packed, grad, log_weights, among, rule, 0.0 if scale is None else scale)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), _full_precision():
         losses = list(work.over_all(own) if rule.across_groups else work.over_own_group(own))
     found = torch.cat(losses) if losses else rows.new_zeros(0)
     if grad is None:
         return found, None
     return found, torch.zeros_like(rows).index_copy_(0, order, grad)
+
+
+@contextlib.contextmanager
+def _full_precision() -> Iterator[None]:
+    """float32 products without TF32: divided by a low temperature, its rounding would be that of the loss."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision('highest')
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

@@ -138,10 +138,11 @@ class InfonceLoss(PooledLoss):
     def __call__(self, inputs: InputFeature, outputs: ModelOutput, **extra: Any) -> LossOutput:
         reject_unknown(extra, (), f'{type(self).__name__}.__call__')
         group = _data_parallel() if self.process_group is None else self.process_group
-        embeddings = starts = fault = None
+        embeddings = starts = None
+        fault: Exception | None = None
         try:
             embeddings, starts = _read(inputs, outputs)
-        except ValueError as error:  # the other ranks wait for this one
+        except Exception as error:  # the other ranks wait for this one
             fault = error
         wanted = embeddings is not None and embeddings.requires_grad and torch.is_grad_enabled()
         coupled = self.couple(embeddings, starts, group, wanted)
@@ -204,10 +205,17 @@ class InfonceLoss(PooledLoss):
         among = Contrasts.of(everyone[:, -1].cpu()[at] != 0, at, self.hard_negatives, self.seed)
         before = sum(one.anchors for one in told[:rank])
         own = range(before, before + told[rank].anchors)
-        losses, grad = contrast(everyone[:, :-1], among, own, self._rule, scale)
-        if grad is None:
+        failed: Exception | None = None
+        losses, grad = mine.new_zeros(0), None if scale is None else torch.zeros_like(everyone[:, :-1])
+        try:
+            losses, grad = contrast(everyone[:, :-1], among, own, self._rule, scale)
+        except Exception as error:  # the other ranks wait for this one's part of the gradient
+            failed = error
+        received = None if grad is None else reduce_scatter_rows(grad, group)
+        if failed is not None:
+            raise failed
+        if received is None:
             return losses, None
-        received = reduce_scatter_rows(grad, group)
         return losses, received[: len(mine)].clone() if len(mine) else torch.zeros_like(mine)
 
 

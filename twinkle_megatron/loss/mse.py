@@ -27,7 +27,7 @@ class MSELoss(PooledLoss):
             the tensor of squares. Inside `MegatronModel` 'mean' and 'sum' both train the mean over the global batch,
             and 'none' is refused.
         ignore_index: label that does not count, also of a whole sequence; None: all count, as they should where −100 is
-            a value to be predicted.
+            a value to be predicted, and as those of embeddings always do.
 
     Inside `MegatronModel` v is what a `ScalarHead` gives: a value for each token `[b, s]`, split over CP as the tokens
     are, against labels of the same shape, aligned with the tokens; where `completion_mask` or `attention_mask` is 0 a
@@ -54,7 +54,7 @@ class MSELoss(PooledLoss):
         values, labels = _alike(seen.name, seen.found, targets.to(seen.found.device))
         if seen.per_token:
             return _squares(values, labels, batch.mask).sum() / batch.tokens
-        squares = _squares(values, labels, self._counted(labels))
+        squares = _squares(values, labels, self._counted(seen.name, labels))
         entries = batch.sequences * max(1, labels[:1].numel())
         return squares.sum() / (entries * group_size(batch.cp))
 
@@ -62,7 +62,9 @@ class MSELoss(PooledLoss):
         reject_unknown(extra, (), f'{type(self).__name__}.__call__')
         name, found, labels = _read(inputs, outputs)
         values, labels = _alike(name, found, labels)
-        counted = self._counted(labels) & _unmasked(inputs, labels)
+        counted = self._counted(name, labels)
+        if name != 'embeddings':
+            counted = counted & _unmasked(inputs, labels)
         squares = _squares(values, labels, counted)
         if self.reduction == 'none':
             return LossOutput(loss=squares, num_tokens=0)
@@ -71,8 +73,10 @@ class MSELoss(PooledLoss):
             return LossOutput(loss=squares.sum(), num_tokens=count)
         return LossOutput(loss=squares.sum() / count, num_tokens=0)
 
-    def _counted(self, labels: Tensor) -> Tensor:
-        return torch.ones_like(labels, dtype=torch.bool) if self.ignore_index is None else labels != self.ignore_index
+    def _counted(self, name: str, labels: Tensor) -> Tensor:
+        if self.ignore_index is None or name == 'embeddings':
+            return torch.ones_like(labels, dtype=torch.bool)
+        return labels != self.ignore_index
 
 
 def _squares(values: Tensor, labels: Tensor, counted: Tensor) -> Tensor:

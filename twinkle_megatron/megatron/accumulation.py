@@ -39,8 +39,15 @@ class Accumulation:
             raise
 
     @contextmanager
-    def adding(self, tokens: float, items: float, sync: bool) -> Iterator[float]:
-        """Around the schedule of one call, whose loss is a mean of `items`: yields the scale of its gradient."""
+    def adding(self, tokens: float, items: float, over: str, sync: bool) -> Iterator[float]:
+        """Around the schedule of one call, whose loss is a mean of `items`, which are tokens or sequences or the like:
+        yields the scale of its gradient. ValueError where an earlier call was a mean over something else."""
+        if self._over not in (None, over):
+            raise ValueError(
+                f'calls before one step must be means over the same, got {self._over} first and {over} now: no weight '
+                'of theirs would be right; step in between, or add the losses up in one loss of your own'
+            )
+        self._over = over
         self._reopen()
         first = self._first or (tokens if self._runner.per_token else 1.0, items)
         weight = items * (first[0] / first[1])
@@ -62,6 +69,7 @@ class Accumulation:
     def _forget(self) -> None:
         self._first: tuple[float, float] | None = None
         self._weight = 0.0
+        self._over: str | None = None
         self._finalized = False
         self._aside: list[Tensor] = []
         self._aside_weight = 0.0

@@ -28,8 +28,8 @@ from .lazy_logits import LazyLogits, main_grad_of
 VALUE_HEAD = 'value_head'
 """The attribute of a chunk that holds its value head."""
 
-_AT_ONCE = 1 << 20
-"""Elements of hidden states that are copied into the dtype of sums at a time."""
+_AT_ONCE = {'cpu': 1 << 20}
+"""Elements of hidden states that are copied into the dtype of sums at a time, by the kind of device."""
 
 
 class _InPlaceOfLogits(PooledHead):
@@ -39,8 +39,13 @@ class _InPlaceOfLogits(PooledHead):
         layer = getattr(model, 'output_layer', None)
         if not isinstance(layer, ColumnParallelLinear) or not has_loss_hook(model):
             return f'the last stage, {type(model).__name__}, has no output layer like that of GPTModel'
-        if getattr(getattr(model, 'config', None), 'mtp_num_layers', None):
+        config = getattr(model, 'config', None)
+        if 'forward' in vars(layer):
+            return f'the output layer, {type(layer).__name__}, has a forward of its own, which would not be called'
+        if getattr(config, 'mtp_num_layers', None):
             return 'multi-token prediction trains on the logits of the output layer; build the model without it'
+        if getattr(config, 'defer_embedding_wgrad_compute', False):
+            return 'config.defer_embedding_wgrad_compute collects the gradients of logits, which never exist'
         return None
 
 
@@ -59,8 +64,13 @@ class EmbeddingHead(_InPlaceOfLogits):
     that holds them, as Megatron wants it: nothing is summed over TP on the way back. A loss divides by the context
     parallel size, as every rank has all sequences.
 
-    Collectives: under sequence parallelism one all-reduce of `[n, H]` over TP; one over CP; on the way back one over CP
-    and one broadcast over TP, which keeps replicas alike to the bit. Kept for backward: `[n, H]`.
+    Collectives: under sequence parallelism one all-reduce of `[n, H]` over TP; one over CP, and one on the way back;
+    and one broadcast over TP in each direction, which keeps replicas alike to the bit. Kept for backward: `[n, H]`, and
+    two numbers a token.
+
+    The output layer, and a value head, get a gradient of zeros, as Megatron wants one for every parameter: weight decay
+    and the optimizer's momentum still move them. Freeze them (`requires_grad_(False)` before the chunk is wrapped)
+    where they are to stay as they are.
     """
 
     gives = 'embeddings'
@@ -76,7 +86,7 @@ class EmbeddingHead(_InPlaceOfLogits):
         weights, numbers, count = _of_tokens(head, batch, groups.tp)
         pooled = _Pool.apply(head.hidden.flatten(0, -2), weights, numbers, count)
         pooled = _over_tensor(_without_product(pooled, head), groups.tp, split=head.sequence_parallel)
-        pooled = sum_over_context(pooled, groups.cp)
+        pooled = _own(sum_over_context(pooled, groups.cp), batch)
         return Pooled(self.gives, F.normalize(pooled, dim=-1) if self.normalize else pooled, per_token=False)
 
     def __repr__(self) -> str:
@@ -92,8 +102,9 @@ class ScalarHead(_InPlaceOfLogits):
 
     w and b are those of the chunk's value head, which `add_value_head` makes. Values are float32 (float64 of float64),
     the same on all TP ranks; per token they are split over CP as the tokens are, pooled they are the same on all CP
-    ranks. Collectives: under sequence parallelism one all-gather of a number a token over TP; one broadcast of as many
-    on the way back; pooled one all-reduce over CP in each direction. Kept for backward: nothing but the hidden states.
+    ranks. Collectives: over TP one broadcast of a number a token in each direction (under sequence parallelism one
+    all-gather in place of the first); pooled one all-reduce over CP in each direction. Kept for backward: nothing but
+    the hidden states.
     """
 
     gives = 'values'
@@ -115,7 +126,7 @@ class ScalarHead(_InPlaceOfLogits):
         counted = torch.where(weights != 0, values, 0) * weights
         count = _sequences(batch)
         total = values.new_zeros(count).index_add(0, _numbers(batch).reshape(-1), counted.reshape(-1))
-        return Pooled(self.gives, sum_over_context(total, groups.cp), per_token=False)
+        return Pooled(self.gives, _own(sum_over_context(total, groups.cp), batch), per_token=False)
 
     def check_targets(self, targets: Tensor) -> None:
         if self.pooling is not None and targets.dim() != 1:
@@ -194,9 +205,15 @@ def _not_built(logits: Logits) -> LazyLogits:
 
 
 def _sequences(batch: dict[str, Any]) -> int:
-    """At least one: a padding micro-batch has none of its own."""
+    """At least one: the tokens of rows that a schedule has added count to the first, with a weight of 0."""
     tokens = batch.get('sequence_tokens')
-    return 1 if tokens is None else int(tokens.numel())
+    return 1 if tokens is None else max(1, int(tokens.numel()))
+
+
+def _own(pooled: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Without the sequence that a micro-batch without any was given."""
+    tokens = batch.get('sequence_tokens')
+    return pooled if tokens is None or tokens.numel() else pooled[:0]
 
 
 def _pool_weights(batch: dict[str, Any]) -> Tensor:
@@ -233,7 +250,8 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, numbers: Tensor, count: int) -> Tensor:
         weights = weights.to(_sums_dtype(hidden.dtype))
-        ctx.save_for_backward(hidden, weights, numbers)
+        ctx.save_for_backward(weights, numbers)
+        ctx.like = hidden.shape, hidden.dtype, hidden.device
         out = hidden.new_zeros((count, hidden.shape[1]), dtype=weights.dtype)
         for part, weight, number in _in_parts(hidden, weights, numbers):
             term = part.to(out.dtype) * weight[:, None]
@@ -242,9 +260,10 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weights, numbers = ctx.saved_tensors
+        weights, numbers = ctx.saved_tensors
         (grad,) = grads
-        out = torch.empty_like(hidden)
+        shape, dtype, device = ctx.like
+        out = torch.empty(shape, dtype=dtype, device=device)
         for part, weight, number in _in_parts(out, weights, numbers):
             part.copy_(grad[number] * weight[:, None])
         (out,) = once_only([out], [grad])
@@ -281,7 +300,7 @@ class _Dot(torch.autograd.Function):
 
 
 def _in_parts(hidden: Tensor, *along: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    rows = max(1, _AT_ONCE // max(1, hidden.shape[1]))
+    rows = max(1, _AT_ONCE.get(hidden.device.type, 1 << 24) // max(1, hidden.shape[1]))
     return zip(*(x.split(rows) for x in (hidden, *along)))
 
 
@@ -291,13 +310,13 @@ def _over_tensor(x: Tensor, tp: ProcessGroup | None, split: bool) -> Tensor:
 
 
 class _OverTensor(torch.autograd.Function):
-    """Each tensor parallel rank goes on with the same loss, so the gradient is whole on each of them: that of the first
-    one, for all of them the same to the bit."""
+    """Each tensor parallel rank goes on with the same loss, so the gradient is whole on each of them. Values and
+    gradient are those of the first one, for all of them the same to the bit: sums on a GPU may differ in the last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: ProcessGroup, split: bool) -> Tensor:
         ctx.tp = tp
-        return sum_over(x.detach().clone(), tp) if split else x.view_as(x)
+        return sum_over(x.detach().clone(), tp) if split else _from_first(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -319,19 +338,24 @@ class _Gathered(torch.autograd.Function):
         return *once_only([mine], grads), None
 
 
-def _from_first(grad: Tensor, group: ProcessGroup) -> Tensor:
-    out = grad.detach().contiguous().clone()
+def _from_first(x: Tensor, group: ProcessGroup) -> Tensor:
+    out = x.detach().clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, src=dist.get_global_rank(group, 0), group=group)
     return out
 
 
+def value_head_of(model: Any) -> list[torch.nn.Parameter]:
+    """The parameters of this unwrapped chunk's value head."""
+    head = getattr(model, VALUE_HEAD, None)
+    return list(head.parameters()) if isinstance(head, ValueHead) else []
+
+
 def idle_parameters(model: Any, head: PooledHead | None) -> list[Tensor]:
-    """Parameters of the last stage's value head, where something else is trained: Megatron waits for their
+    """Parameters of the last stage's value head, where something else is trained: Megatron's DDP waits for their
     gradients."""
-    idle = getattr(model, VALUE_HEAD, None)
-    if not isinstance(idle, ValueHead) or isinstance(head, ScalarHead):
+    if isinstance(head, ScalarHead):
         return []
-    return [parameter for parameter in idle.parameters() if parameter.requires_grad]
+    return [p for p in value_head_of(model) if p.requires_grad and hasattr(p, 'main_grad')]
 
 
 def _without_product(x: Tensor, head: LazyLogits) -> Tensor:

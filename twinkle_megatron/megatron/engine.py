@@ -13,7 +13,7 @@ from ..groups import Groups, group_size
 from ..seen import PooledHead
 from ..vocab_parallel import VocabShard
 from . import checks
-from .embedding import EmbeddingHead, ScalarHead
+from .embedding import EmbeddingHead, ScalarHead, value_head_of
 from .head_choice import HeadChoice
 from .heads import TakeHead, check_no_hook, head_taken
 from .plan import Extras, Limits, Plan, make_plan
@@ -50,7 +50,7 @@ class Engine:
         trains: bool = True,
     ) -> None:
         self.chunks: list[Any] = list(chunks) if isinstance(chunks, (list, tuple, torch.nn.ModuleList)) else [chunks]
-        self.groups, self._collection = groups, collection
+        self.groups, self._collection, self._optimizer = groups, collection, optimizer
         self._max_workspace_mb = max_workspace_mb
         self.models, self.config = checks.unwrap(self.chunks)
         checks.check_chunks(self.chunks, self.models, self.config, groups, optimizer, trains)
@@ -148,10 +148,9 @@ class Engine:
             return self.runner.run(plan, evaluation, training=False, take_head=take_head)
 
     def nothing(self, plan: Plan, evaluation: Evaluation) -> Outcome:
-        """Of a global batch in which nothing is trained."""
-        per_token = evaluation.head is None or evaluation.head.pooling is None
-        zeros = [torch.zeros(item.shape) for item in plan.items if not item.is_padding and per_token]
-        return Outcome(0.0, zeros if self.groups.is_last_stage else [])
+        """Of a global batch in which nothing is trained: no outputs of a head."""
+        wanted = evaluation.head is None and self.groups.is_last_stage
+        return Outcome(0.0, [torch.zeros(item.shape) for item in plan.items if not item.is_padding and wanted])
 
     def shard(self, local_size: int) -> VocabShard:
         """This rank's, for logits of so many columns."""
@@ -162,7 +161,23 @@ class Engine:
         return self._shards[local_size]
 
     def _obstacle(self, head: PooledHead) -> str | None:
-        return head.why_not(self.models[-1]) if self.groups.is_last_stage else None
+        """What keeps this rank from having it."""
+        if not self.groups.is_last_stage:
+            return None
+        model = self.models[-1]
+        return head.why_not(model) or self._untrained(value_head_of(model) if isinstance(head, ScalarHead) else [])
+
+    def _untrained(self, parameters: Sequence[torch.nn.Parameter]) -> str | None:
+        """Whether parameters were made too late for their gradients to reach the optimizer."""
+        wanted = [p for p in parameters if p.requires_grad]
+        late = 'the value head was added too late to be trained: call add_value_head before '
+        if self.runner.reduces and any(not hasattr(p, 'main_grad') for p in wanted):
+            return late + 'the chunk is wrapped in DistributedDataParallel'
+        groups = [] if self._optimizer is None or self.runner.reduces else self._optimizer.param_groups
+        held = {id(p) for group in groups for p in group['params']}
+        if groups and any(id(p) not in held for p in wanted):
+            return late + 'the optimizer is made'
+        return None
 
     def _head_for(self, plan: Plan, evaluation: Evaluation, training: bool) -> TakeHead:
         """How to take the head; a loss that couples several micro-batches gets what they have in common first."""

@@ -95,7 +95,7 @@ class Census:
             return found
         lacks = targets.isnan()
         if self._labelling.kind == PER_SEQUENCE:
-            return found | {TARGETS: lacks.view(len(lacks), -1).any(1)}
+            return found | {TARGETS: lacks.view(len(lacks), targets[:1].numel()).any(1)}
         lacks = (lacks & (batch['labels'] != self._ignore_index)).reshape(-1)
         number = lacks.new_zeros(batch['sequence_tokens'].numel(), dtype=torch.int64)
         return found | {TARGETS: number.index_add_(0, batch['sequence_ids'].reshape(-1), lacks.long()) > 0}

@@ -12,11 +12,13 @@ import torch
 from ..batch import (
     CONSTANT,
     HEADS,
+    PER_PAIR,
     Counts,
     Labelling,
     Packing,
     WholeRows,
     align_extras,
+    check_mask,
     check_micro_batch,
     collated,
     packing_of,
@@ -25,7 +27,7 @@ from ..batch import (
     spread_out,
     trained_labels,
 )
-from ..batch.targets import TOKEN_IDS, WEIGHTS, check_targets, marked, pool_weights
+from ..batch.targets import TOKEN_IDS, WEIGHTS, check_targets, marked, moved_like, pool_weights
 from ..groups import Groups, group_rank, group_size, raise_together
 from .item import PREFIX, Census, Item
 
@@ -176,6 +178,7 @@ def _checked(
     for index, batch in enumerate(batches):
         columns = None
         if labelling.kind != TOKEN_IDS:
+            check_micro_batch({k: v for k, v in batch.items() if k != 'labels'}, index, needs_labels=False)
             batches[index], columns = marked(batch, index, labelling)
             batch = batches[index]
         moved.append(columns)
@@ -194,13 +197,21 @@ def _checked(
     constant = {key for key in said if extra.kinds[key] in (CONSTANT, HEADS)}
     aligned = align_extras(said, extra.kinds, whole, extra.shifted, order)
     split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order)
+    aligned_with_tokens = sorted(key for key in said if extra.kinds[key] not in (CONSTANT, HEADS, PER_PAIR))
+    if aligned_with_tokens and any(columns is not None for columns in moved):
+        raise ValueError(
+            f'{aligned_with_tokens[0]} cannot be aligned with tokens behind left padding; pad on the right, or pack'
+        )
+    for own, columns in zip(split, moved):
+        if columns is not None:
+            own.update({key: moved_like(value, columns) for key, value in own.items()})
     items = []
     for rows, own, raw, columns in zip(whole, aligned, split, moved):
         along = {PREFIX + key: value for key, value in own.items() if key not in constant and value is not None}
         if labelling.pooling is not None:
             along[WEIGHTS] = pool_weights(rows, labelling.pooling)
         moving = WholeRows({**rows.batch, **along}, rows.packing, ignore_index)
-        items.append(_item(moving, {key: own[key] for key in constant} | raw, limits, columns))
+        items.append(_item(moving, len(items), {key: own[key] for key in constant} | raw, limits, columns))
     return items
 
 
@@ -213,7 +224,7 @@ def _check_pairs(whole: Sequence[WholeRows]) -> None:
             )
 
 
-def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits, columns: torch.Tensor | None) -> Item:
+def _item(rows: WholeRows, index: int, extra: dict[str, Any], limits: Limits, columns: torch.Tensor | None) -> Item:
     """With the sequence of each token, and in a packed row with room to split each sequence over CP ranks. `columns`:
     where the tokens of padded rows were moved."""
     batch, packing = dict(rows.batch), rows.packing
@@ -221,6 +232,10 @@ def _item(rows: WholeRows, extra: dict[str, Any], limits: Limits, columns: torch
     if batch.get('labels') is not None:
         batch['sequence_ids'], batch['sequence_tokens'] = rows.ids, rows.tokens
     if packing is not None and limits.cp_size > 1:
+        mask = batch.get('attention_mask')
+        if mask is not None and mask.shape == shape:  # packing says all of it, and spreading would make holes
+            check_mask(batch, index)
+            del batch['attention_mask']
         batch, packing, spread = spread_out(batch, packing, 2 * limits.cp_size, rows.ignore_index)
         columns = None if spread is None else spread[None]
     return Item(batch, extra, shape, packing, columns, is_padding=False)

@@ -127,6 +127,7 @@ class Runner:
             self._schedule(call, training=False, sync=False, take_head=take_head)
         self._agree(call, training=False, sync=False)
         if not self.groups.is_last_stage:
+            raise_together(self.groups, None)
             return []
         batches = [item.batch for item in plan.items if not item.is_padding]
         sizes = [len(result) for result in call.results]
@@ -136,8 +137,14 @@ class Runner:
         starts = [
             targets.to(self.device).reshape(-1) for batch in batches if (targets := targets_of(batch)) is not None
         ]
-        with torch.set_grad_enabled(training):
-            found = evaluation.couple(embeddings, torch.cat(starts) if starts else none.reshape(-1))
+        error: Exception | None = None
+        found = None
+        try:
+            with torch.set_grad_enabled(training):
+                found = evaluation.couple(embeddings, torch.cat(starts) if starts else none.reshape(-1))
+        except Exception as caught:  # raised on every rank
+            error = caught
+        raise_together(self.groups, error)
         assert found is not None
         anchors = [int((part != 0).sum()) for part in starts]
         losses = found.losses.split(anchors)

@@ -22,6 +22,7 @@ class Accuracy(Metric):
     Keys: `accuracy` (2 decimals), `correct_tokens`, `total_tokens` (integers); none at all without counted tokens.
     """
 
+    reads = 'logits'
     fields = {'correct': SUM, 'total': SUM}  # noqa: RUF012
     needs = frozenset({'argmax'})
 

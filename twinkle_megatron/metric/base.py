@@ -62,6 +62,10 @@ class Metric:
     needs: ClassVar[frozenset[str]] = frozenset()
     """Per-token statistics wanted in `outputs['token_stats']`, from the loss's own sweep over the logits."""
 
+    reads: ClassVar[str | None] = None
+    """The key in `outputs` without which there is nothing to say: 'logits' (or what a sweep over them found),
+    'embeddings' or 'values'; None: whatever there is."""
+
     extras: ClassVar[Mapping[str, str]] = {}
     """Keywords of a call that `accumulate` names, and what each is: see `align_extras`."""
 

@@ -24,7 +24,7 @@ METRICS: dict[str, type[Metric]] = {cls.__name__: cls for cls in _CLASSES}
 def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None, **init: Any) -> Metric:
     """A metric from its class, its name, or an instance.
 
-    A class is called with `device_mesh`, `process_group` and `init`. An instance that has neither is given both. Any
+    A class is called with `device_mesh`, `process_group` and `init`. An instance is given what it has not. Any
     class with `accumulate`, `calculate` and `reset` will do. ValueError for a function, an unknown name, or `init`
     beside an instance.
     """
@@ -41,8 +41,11 @@ def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None
         return metric(device_mesh=device_mesh, process_group=process_group, **init)
     if init:
         raise ValueError(f'{type(metric).__name__} is an instance already and takes no {sorted(init)}; pass the class')
-    if getattr(metric, 'device_mesh', None) is None and getattr(metric, 'process_group', None) is None:
-        metric.device_mesh, metric.process_group = device_mesh, process_group
+    lacks_group = getattr(metric, 'process_group', None) is None
+    if getattr(metric, 'device_mesh', None) is None and (lacks_group or isinstance(metric, Metric)):
+        metric.device_mesh = device_mesh
+        if lacks_group:
+            metric.process_group = process_group
         if isinstance(metric, Metric):
             metric.check_groups()
     return metric

@@ -47,6 +47,7 @@ class EmbeddingMetric(Metric):
     broadcast along the pipeline. Groups of one rank take none. `accumulate` is not collective.
     """
 
+    reads = 'embeddings'
     layout: ClassVar[str] = 'groups'
     """How the rows of a micro-batch belong together."""
 

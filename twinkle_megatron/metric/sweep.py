@@ -22,6 +22,7 @@ class SweepMetric(Metric):
     Inside `MegatronModel` that is the sweep of the loss, at its temperature.
     """
 
+    reads = 'logits'
     temperature: float = 1.0
     """Of log-probs taken from `outputs['logits']`."""
 
