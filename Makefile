@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo demo-dpo demo-gkd test test-all test-gpu lint format bench venv clean
+.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu lint format bench venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -24,6 +24,8 @@ help: ## this list
 	@echo 'settings of `make demo-gkd`: TP and PP as above, and'
 	@echo '  BETA=N      of the divergence: 0 is KL(teacher|student), 1 KL(student|teacher); default: 0'
 	@echo
+	@echo 'settings of `make demo-embed`: TP and PP as above'
+	@echo
 	@echo '  (launch/local.sh --help lists all options of the script)'
 	@echo
 	@echo 'setting of every target: PYTHON=/path/to/python3.11, the interpreter that .venv is made from'
@@ -40,6 +42,9 @@ demo-dpo: venv ## train a small GPT to prefer real sentences to shuffled ones; m
 
 demo-gkd: venv ## train a small GPT and distil it into one of half the width; losses and a picture are left in runs/
 	@$(python) -m launch.demo_gkd --tp "$${TP:-2}" --pp "$${PP:-2}" $${BETA:+"--beta=$$BETA"}
+
+demo-embed: venv ## make a small GPT an encoder that finds the text to a title; recall and a picture are left in runs/
+	@$(python) -m launch.demo_embed --tp "$${TP:-2}" --pp "$${PP:-2}"
 
 test: venv ## the tests, under 8 minutes on 2 cores
 	@$(pytest) -q -n 2 -m 'not long and not alone'

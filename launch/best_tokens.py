@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +12,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from launch.data import IGNORE, hold_out, made_whole
+from launch.data import IGNORE
+from launch.kept import keep, kept, split
 from launch.lines import DataError, kind_of, read_lines
 
 FORMS = (
     '{"input_ids": [...], "topk_logprobs": [[...], ...], "topk_indices": [[...], ...]}; docs/distillation.md tells more'
 )
-HELD_OUT_SHARE, HELD_OUT_SEQUENCES = 0.1, 128  # the smaller limit holds
+HELD_OUT = 128  # sequences, at most
 ROUNDING = 1e-3  # nats that a log-prob may lie above 0
 
 
@@ -88,20 +87,13 @@ def prepare(path: Path, tokenizer: str, *, seq_length: int, least: int, cache: P
         f'{name}_{key}': x for name, part in (('train', train), ('held_out', held_out)) for key, x in _arrays(part)
     }
     text = {'summary': _summary(path, train, held_out), 'vocab_size': vocab_size, 'tokenizer': tokenizer}
-    digest = hashlib.sha256(json.dumps(text).encode() + b''.join(array.tobytes() for array in arrays.values()))
-    folder = cache / f'best-tokens-{digest.hexdigest()[:16]}'
-    if not folder.exists():
-        with made_whole(folder) as made:
-            np.savez(made / 'best_tokens.npz', allow_pickle=False, **arrays)
-            (made / 'about.json').write_text(json.dumps(text))
-    return folder
+    return keep(cache, 'best-tokens', arrays, text)
 
 
 def load(folder: Path) -> BestTokens:
     """The sequences that `prepare` wrote."""
-    with np.load(folder / 'best_tokens.npz') as file:
-        train, held_out = (_from_arrays({k: file[f'{part}_{k}'] for k in KEYS}) for part in ('train', 'held_out'))
-    about = json.loads((folder / 'about.json').read_text())
+    arrays, about = kept(folder)
+    train, held_out = (_from_arrays({k: arrays[f'{part}_{k}'] for k in KEYS}) for part in ('train', 'held_out'))
     return BestTokens(train, held_out, about['vocab_size'], about['tokenizer'], about['summary'])
 
 
@@ -134,14 +126,10 @@ def _from_arrays(a: dict[str, np.ndarray]) -> Sequences:
 def _split(sequences: list[_Sequence], path: Path) -> tuple[list[_Sequence], list[_Sequence]]:
     """Sequences to train on and held-out ones, by a hash of what comes before the first trained token: all answers to
     one prompt on one side."""
-    keys = [hashlib.sha256(repr(s.ids[: max(s.trained.index(True), 2)]).encode()).hexdigest() for s in sequences]
-    sizes = dict(sorted(Counter(keys).items()))
-    if len(sizes) < 2:
+    parts = split(sequences, [repr(s.ids[: max(s.trained.index(True), 2)]) for s in sequences], HELD_OUT)
+    if parts is None:
         raise DataError(f'{path} needs at least 2 sequences that begin differently, one of them to hold out')
-    budget = min(HELD_OUT_SHARE * len(sequences), HELD_OUT_SEQUENCES)
-    chosen = hold_out(sizes, budget, budget)
-    train, held_out = ([s for s, key in zip(sequences, keys) if (key in chosen) is held] for held in (False, True))
-    return train, held_out
+    return parts
 
 
 def _summary(path: Path, train: list[_Sequence], held_out: list[_Sequence]) -> str:

@@ -67,6 +67,8 @@ def _document(record: dict[str, Any]) -> Document:
         raise DataError('has a "completion" as rollouts have; train on these with --loss grpo')
     if 'chosen' in record and 'rejected' in record:
         raise DataError('has "chosen" and "rejected" as pairs have; train on these with --loss dpo')
+    if 'anchor' in record:
+        raise DataError('has an "anchor" as groups of texts have; train on these with --loss infonce')
     if 'topk_logprobs' in record:
         raise DataError('has "topk_logprobs" of a teacher; train on these with --loss gkd, without --teacher-weights')
     forms = [key for key in ('text', 'messages', 'prompt', 'response') if key in record]

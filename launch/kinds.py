@@ -11,7 +11,7 @@ class Kind:
     """Losses that train on the same kind of data.
 
     `policy` says what `--init-weights` must be, where there must be some. Without `--steps` and `--epochs` there are
-    `steps`, or `epochs`.
+    `steps`, or `epochs`. `lines` is what lines of the data are called, where they are not called like it.
     """
 
     data: str
@@ -20,6 +20,7 @@ class Kind:
     lr: float
     steps: int | None = None
     epochs: int | None = None
+    lines: str | None = None
 
     @property
     def page(self) -> str:
@@ -40,7 +41,10 @@ PAIRS = Kind(
 )
 DISTILLATION = Kind('distillation', ('gkd',), None, lr=2e-3, steps=250)
 """On text beside a teacher, or on a file of a teacher's best tokens."""
-KINDS = (TEXT, ROLLOUTS, PAIRS, DISTILLATION)
+EMBEDDINGS = Kind(
+    'embeddings', ('infonce',), 'the language model that becomes an encoder', lr=1e-3, epochs=2, lines='groups of texts'
+)
+KINDS = (TEXT, ROLLOUTS, PAIRS, DISTILLATION, EMBEDDINGS)
 LOSSES = {loss: kind for kind in KINDS for loss in kind.losses}
 
 _OF_ROLLOUTS = {
@@ -67,6 +71,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         'teacher_weights': None,
         'tokenizer': None,
         'eval_every': 50,
+    },
+    'infonce': {
+        'temperature': 0.05,
+        'pooling': 'last',
+        'hard_negatives': None,
+        'held_out': None,
+        'packed': False,
+        'eval_every': 20,
     },
 }
 """Of each loss the options that not every loss has, with their defaults."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 
 from launch import weights
-from launch.kinds import DISTILLATION, LOSSES, PAIRS
+from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS
 
 
 def check(args: argparse.Namespace) -> None:
     """ValueError, which says what is wrong."""
     if LOSSES[args.loss] is PAIRS:
         _check_pairs(args)
+    if LOSSES[args.loss] is EMBEDDINGS and args.head != 'auto':
+        raise ValueError(f'--head is for losses of tokens, got --head {args.head} with --loss {args.loss}')
     if args.teacher_weights is not None:
         _check_teacher(args)
         if args.beta > 1:

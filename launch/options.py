@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import option_checks, weights
-from launch.kinds import DISTILLATION, LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
+from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
 
 DEFAULT_NAME = 'python-reference'
 SIZES = {'layers': 4, 'hidden_size': 128, 'heads': 4}
@@ -43,17 +43,17 @@ def steps_of(args: argparse.Namespace, samples: int) -> int:
 def _options() -> dict[str, list[Option]]:
     size, share, positive = _number(int, 1), _number(float, 0), _number(float, 0, above=True)
     not_negative = _number(float, 0)
-    text, grpo, dpo, simpo, cpo, gkd = (
-        OPTIONS[loss] for loss in ('cross-entropy', 'grpo', 'dpo', 'simpo', 'cpo', 'gkd')
+    text, grpo, dpo, simpo, cpo, gkd, infonce = (
+        OPTIONS[loss] for loss in ('cross-entropy', 'grpo', 'dpo', 'simpo', 'cpo', 'gkd', 'infonce')
     )
-    of_each = '{:g}; of rollouts {:g}; of pairs {:g}'.format
+    of_each = '{:g}; of rollouts {:g}; of pairs {:g}; of embeddings {:g}'.format
     return {
         'data': [
             ('data', Path, None, "JSON lines to train on: text (default: Python's language reference), rollouts,"
-             " pairs or a teacher's best tokens"),
+             " pairs, a teacher's best tokens or groups of texts"),
             ('vocab-size', _number(int, 300), text['vocab_size'], 'entries of the BPE vocabulary, at most'),
-            ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents are cut, longer'
-             ' pairs left out'),
+            ('seq-length', _number(int, 8), 128, 'tokens of a sample, at most; longer documents and texts of groups'
+             ' are cut, longer pairs left out'),
         ],
         'layout': [
             ('tp', size, 1, 'tensor parallel size'),
@@ -65,19 +65,20 @@ def _options() -> dict[str, list[Option]]:
             ('layers', size, SIZES['layers'], 'transformer layers'),
             ('hidden-size', size, SIZES['hidden_size'], 'width of the model'),
             ('heads', size, SIZES['heads'], 'attention heads'),
-            ('head', _one_of('auto', 'logits', 'linear'), 'auto', "whether logits are built: 'linear' never does"),
+            ('head', _one_of('auto', 'logits', 'linear'), 'auto', "whether logits are built: 'linear' never does, nor"
+             " does a loss of embeddings"),
         ],
         'training': [
             ('loss', _one_of(*LOSSES), TEXT.losses[0], f'{TEXT.losses[0]} trains on text; {", ".join(ROLLOUTS.losses)}'
              f' on rollouts; {", ".join(PAIRS.losses)} on pairs; {", ".join(DISTILLATION.losses)} on text'
-             " beside a teacher, or on a teacher's best tokens"),
-            ('steps', size, f'{TEXT.steps}; of rollouts and pairs as --epochs says', 'optimizer steps'),
-            ('epochs', size, f'{ROLLOUTS.epochs} of rollouts; {PAIRS.epochs} of pairs', 'times to go over the data, in'
-             ' place of --steps'),
-            ('micro-batch-size', size, 4, 'samples of a micro-batch; a pair is one'),
+             f" beside a teacher, or on a teacher's best tokens; {', '.join(EMBEDDINGS.losses)} on groups of texts"),
+            ('steps', size, f'{TEXT.steps}; of rollouts, pairs and embeddings as --epochs says', 'optimizer steps'),
+            ('epochs', size, f'{ROLLOUTS.epochs} of rollouts; {PAIRS.epochs} of pairs; {EMBEDDINGS.epochs} of'
+             ' embeddings', 'times to go over the data, in place of --steps'),
+            ('micro-batch-size', size, 4, 'samples of a micro-batch; a pair or a group is one'),
             ('micro-batches', size, 2, 'micro-batches of a step, over all of dp'),
-            ('lr', positive, of_each(TEXT.lr, ROLLOUTS.lr, PAIRS.lr), 'highest learning rate, which then falls along a'
-             ' cosine to a tenth'),
+            ('lr', positive, of_each(TEXT.lr, ROLLOUTS.lr, PAIRS.lr, EMBEDDINGS.lr), 'highest learning'
+             ' rate, which then falls along a cosine to a tenth'),
             ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
             ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),
             ('clip-grad', positive, 1.0, 'highest gradient norm'),
@@ -91,7 +92,6 @@ def _options() -> dict[str, list[Option]]:
              ' rewards less the mean of their group: group, batch or none'),
         ],
         'losses of pairs (docs/pairs.md tells what the file must hold)': [
-            ('held-out', Path, None, 'pairs to measure by, like --data; default: a tenth of those in --data'),
             ('reference-cache', Path, None, 'folder to keep the log-probs of the reference in'),
             ('loss-type', _one_of('sigmoid', 'hinge', 'ipo', 'kto'), dpo['loss_type'], 'of dpo: sigmoid, hinge, ipo or'
              ' kto'),
@@ -107,21 +107,31 @@ def _options() -> dict[str, list[Option]]:
             ('topk', size, None, "of gkd: compares the teacher's best so many tokens; default: the whole vocabulary"),
             ('topk-tail', _one_of('renormalize', 'bucket'), gkd['topk_tail'], 'of gkd, what becomes of all other'
              ' tokens: renormalize leaves them out, bucket makes them one more'),
-            ('temperature', positive, gkd['temperature'], 'of gkd: logits of both are divided by it'),
             ('tokenizer', Path, None, "tokenizer.json of the teacher, where --data is a file of its best tokens and"
              ' --init-weights brings none'),
         ],
+        'embeddings (docs/embeddings.md tells what the file must hold)': [
+            ('pooling', _one_of('last', 'mean', 'first'), infonce['pooling'], 'what the embedding of a text is made'
+             ' from: the hidden state of its last token, their mean, or that of the first'),
+            ('hard-negatives', size, None, 'of its own negatives each group has so many, drawn again where there are'
+             ' fewer; default: those that there are'),
+        ],
         'losses of several kinds': [
+            ('held-out', Path, None, 'pairs or groups to measure by, like --data; default: a tenth of those in'
+             ' --data'),
+            ('temperature', positive, f'{gkd["temperature"]:g} of gkd; {infonce["temperature"]:g} of infonce', 'of gkd:'
+             ' logits of both are divided by it; of infonce: cosines are'),
             ('beta', not_negative, f'{grpo["beta"]:g} of rollouts; {dpo["beta"]:g} of pairs, but {simpo["beta"]:g} of'
              f' simpo; {gkd["beta"]:g} of gkd', 'of rollouts: weight of the KL divergence to the weights of the start;'
              ' of pairs: how sharply they are told apart, of orpo the weight of that; of gkd: weight of the teacher in'
              ' the mixture, from 0, KL(teacher|student), to 1, KL(student|teacher)'),
-            ('packed', bool, None, 'of rollouts and pairs: a micro-batch is one packed row, without padding'),
+            ('packed', bool, None, 'of rollouts, pairs and embeddings: a micro-batch is one packed row, without'
+             ' padding'),
         ],
         'output': [
             ('log-every', size, 10, 'steps between two lines of figures'),
-            ('eval-every', size, f'{text["eval_every"]}; of pairs {dpo["eval_every"]}', 'steps between two looks at'
-             ' what is held out'),
+            ('eval-every', size, f'{text["eval_every"]}; of pairs and embeddings {dpo["eval_every"]}', 'steps between'
+             ' two looks at what is held out'),
             ('save-weights', Path, None, 'file that the weights are written to at the end'),
             ('runs', Path, Path('runs'), 'folder of all runs'),
             ('name', str, None, 'folder of this run in there; default: made from the data and the layout'),
@@ -190,7 +200,8 @@ def _complete(args: argparse.Namespace) -> None:
     if kind.policy is not None:
         if args.data is None:
             raise ValueError(
-                f'--loss {args.loss} needs --data FILE, the {kind.data}; {kind.page} tells what it must hold'
+                f'--loss {args.loss} needs --data FILE, the {kind.lines or kind.data}; {kind.page} tells what it must '
+                'hold'
             )
         if args.init_weights is None:
             raise ValueError(f'--loss {args.loss} needs --init-weights FILE, {kind.policy}')

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +10,14 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from launch.data import END, SPECIAL_IDS, START, hold_out, made_whole, read_tokenizer
+from launch.data import END, SPECIAL_IDS, START, read_tokenizer
+from launch.kept import keep, kept, split
 from launch.lines import DataError, read_lines, text_of
 from launch.responses import Responses
 from launch.weights import About
 
 FORMS = '{"prompt": ..., "chosen": ..., "rejected": ...}, all three of them texts; docs/pairs.md tells more'
-HELD_OUT_SHARE, HELD_OUT_PAIRS = 0.1, 256  # the smaller limit holds
+HELD_OUT = 256  # pairs, at most
 
 
 @dataclass(frozen=True)
@@ -54,34 +52,28 @@ def prepare(path: Path, about: About, *, held_out: Path | None, seq_length: int,
     all_of_them = _read(path, tokenizer)
     long = _Long(seq_length)
     if held_out is None:
-        train, kept = _split(long.left_out(all_of_them), path, long)
+        train, measured = _split(long.left_out(all_of_them), path, long)
     else:
-        train, kept = long.left_out(all_of_them), long.left_out(_read(held_out, tokenizer))
+        train, measured = long.left_out(all_of_them), long.left_out(_read(held_out, tokenizer))
     if len(train) < least:
         raise DataError(f'{path} has {len(train)} pairs to train on, fewer than the {least} of one step{long}')
-    if not kept:
+    if not measured:
         raise DataError(f'{held_out} has no pair to measure by{long}')
-    arrays = {f'{name}_{key}': x for name, part in (('train', train), ('held_out', kept)) for key, x in _arrays(part)}
-    text = {'summary': _summary(path, held_out, train, kept, long)}
-    digest = hashlib.sha256(json.dumps(text).encode() + b''.join(array.tobytes() for array in arrays.values()))
-    folder = cache / f'pairs-{digest.hexdigest()[:16]}'
-    if not folder.exists():
-        with made_whole(folder) as made:
-            np.savez(made / 'pairs.npz', allow_pickle=False, **arrays)
-            (made / 'about.json').write_text(json.dumps(text))
-    return folder
+    parts = (('train', train), ('held_out', measured))
+    arrays = {f'{name}_{key}': x for name, part in parts for key, x in _arrays(part)}
+    return keep(cache, 'pairs', arrays, {'summary': _summary(path, held_out, train, measured, long)})
 
 
 def load(folder: Path) -> Pairs:
     """The pairs that `prepare` wrote."""
-    with np.load(folder / 'pairs.npz') as file:
-        train, held_out = (
-            Responses(
-                np.split(file[f'{part}_ids'], file[f'{part}_lengths'].cumsum()[:-1]), file[f'{part}_prompt_lengths']
-            )
-            for part in ('train', 'held_out')
+    arrays, about = kept(folder)
+    train, held_out = (
+        Responses(
+            np.split(arrays[f'{part}_ids'], arrays[f'{part}_lengths'].cumsum()[:-1]), arrays[f'{part}_prompt_lengths']
         )
-    return Pairs(train, held_out, json.loads((folder / 'about.json').read_text())['summary'])
+        for part in ('train', 'held_out')
+    )
+    return Pairs(train, held_out, about['summary'])
 
 
 def _read(path: Path, tokenizer: Tokenizer) -> list[_Pair]:
@@ -116,17 +108,13 @@ class _Long:
 
 def _split(pairs: list[_Pair], path: Path, long: _Long) -> tuple[list[_Pair], list[_Pair]]:
     """Pairs to train on and held-out ones, by a hash of the prompt: all pairs of one prompt on one side."""
-    keys = [hashlib.sha256(pair.text.encode()).hexdigest() for pair in pairs]
-    sizes = dict(sorted(Counter(keys).items()))
-    if len(sizes) < 2:
+    parts = split(pairs, [pair.text for pair in pairs], HELD_OUT)
+    if parts is None:
         raise DataError(
-            f'{path} has {len(sizes)} different prompts short enough to use, and needs 2, one of them to hold out; or '
-            f'name other pairs by --held-out FILE{long}'
+            f'{path} has {len(pairs[:1])} different prompts short enough to use, and needs 2, one of them to hold out; '
+            f'or name other pairs by --held-out FILE{long}'
         )
-    budget = min(HELD_OUT_SHARE * len(pairs), HELD_OUT_PAIRS)
-    chosen = hold_out(sizes, budget, budget)
-    train, held_out = ([p for p, key in zip(pairs, keys) if (key in chosen) is held] for held in (False, True))
-    return train, held_out
+    return parts
 
 
 def _arrays(pairs: list[_Pair]) -> Iterable[tuple[str, np.ndarray]]:

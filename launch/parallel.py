@@ -33,14 +33,17 @@ def stop_processes() -> None:
     dist.destroy_process_group()
 
 
-def orders(samples: int, args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """For each step the numbers of its samples; all come in a new order in every epoch."""
+def orders(samples: int, args: argparse.Namespace, distinct: bool = False) -> Iterator[torch.Tensor]:
+    """For each step the numbers of its samples; all come in a new order in every epoch.
+
+    `distinct`: no step has a sample twice; so those of an epoch that do not fill one are left out.
+    """
     generator = torch.Generator().manual_seed(args.seed)
     queue = torch.empty(0, dtype=torch.int64)
     wanted = args.micro_batches * args.micro_batch_size
     for _ in range(args.steps):
         while len(queue) < wanted:
-            queue = torch.cat([queue, torch.randperm(samples, generator=generator)])
+            queue = torch.cat([queue[: 0 if distinct else None], torch.randperm(samples, generator=generator)])
         chosen, queue = queue[:wanted], queue[wanted:]
         yield chosen
 

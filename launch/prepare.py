@@ -11,8 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from launch import best_tokens, data, options, pairs, rollouts, weights
-from launch.kinds import DISTILLATION, LOSSES, PAIRS, ROLLOUTS
+from launch import anchors, best_tokens, data, options, pairs, rollouts, weights
+from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS
 from launch.lines import DataError
 
 
@@ -51,6 +51,11 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
         assert about is not None
         folder = pairs.prepare(args.data, about, held_out=args.held_out, seq_length=length, least=least, cache=cache)
         return folder, pairs.load(folder).summary
+    if kind is EMBEDDINGS:
+        assert about is not None
+        more = {'held_out': args.held_out, 'negatives': args.hard_negatives is not None}
+        folder = anchors.prepare(args.data, about, seq_length=length, least=least, cache=cache, **more)
+        return folder, anchors.load(folder).summary
     tokenizer = None if about is None else about.tokenizer
     if kind is DISTILLATION and args.teacher_weights is None:
         tokenizer = tokenizer or best_tokens.read_tokenizer(args.tokenizer)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.data_format import InputFeature
+
+T = TypeVar('T')
 
 
 @dataclass(frozen=True)
@@ -35,19 +38,22 @@ class Responses:
         return ids[:-1], labels
 
 
+def together(texts: list[torch.Tensor], packed: bool) -> InputFeature:
+    """A micro-batch of these token ids: rows padded at the end, or one row that holds them one after the other."""
+    if not packed:
+        return InputFeature(input_ids=torch.nn.utils.rnn.pad_sequence(texts, batch_first=True))
+    positions = torch.cat([torch.arange(len(ids)) for ids in texts])
+    return InputFeature(input_ids=torch.cat(texts)[None], position_ids=positions[None])
+
+
 def micro_batches(data: Responses, mine: list[torch.Tensor], packed: bool) -> list[InputFeature]:
-    """Micro-batches of these responses: rows padded at the end, or one row that holds them one after the other."""
+    """Micro-batches of these responses, padded or packed."""
     found = []
     for numbers in mine:
-        samples = [data.sample(i) for i in numbers.tolist()]
-        positions = [torch.arange(len(ids)) for ids, _ in samples]
-        ids, labels = ([s[k] for s in samples] for k in (0, 1))
-        if packed:
-            row = InputFeature(input_ids=torch.cat(ids)[None], labels=torch.cat(labels)[None])
-            row['position_ids'] = torch.cat(positions)[None]
-        else:
-            pad = torch.nn.utils.rnn.pad_sequence
-            row = InputFeature(input_ids=pad(ids, True), labels=pad(labels, True, padding_value=-100))
+        ids, labels = zip(*(data.sample(i) for i in numbers.tolist()))
+        row = together(list(ids), packed)
+        pad = torch.nn.utils.rnn.pad_sequence
+        row['labels'] = torch.cat(labels)[None] if packed else pad(list(labels), True, padding_value=-100)
         found.append(row)
     return found
 
@@ -69,6 +75,13 @@ def log_probs(
         rows = whole[0].split(lengths) if packed else whole
         for i, row, length in zip(numbers.tolist(), rows, lengths):
             found[i] = row[data.prompt_lengths[i] - 1 : length].double().cpu().numpy()
-    for other in model.groups.gather_objects(found if model.groups.owns_result else {}):
-        found |= other
-    return [found[i] for i in range(len(data))]
+    return of_all_replicas(model, found)
+
+
+def of_all_replicas(model: MegatronModel, found: dict[int, T]) -> list[T]:
+    """What the replicas found on their last stages, by numbers from 0 that together they all have: in order, on every
+    rank. Collective."""
+    everything: dict[int, T] = {}
+    for part in model.groups.gather_objects(found if model.groups.owns_result else {}):
+        everything |= part
+    return [everything[i] for i in range(len(everything))]

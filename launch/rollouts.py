@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from launch.data import END, SPECIAL_IDS, START, made_whole, read_tokenizer
+from launch.data import END, SPECIAL_IDS, START, read_tokenizer
+from launch.kept import keep, kept
 from launch.lines import DataError, kind_of, quoted, read_lines, text_of
 from launch.responses import Responses
 from launch.weights import About
@@ -201,20 +201,12 @@ def prepare(path: Path, about: About, *, seq_length: int, least: int, cache: Pat
         )
     arrays, names = _arrays(rollouts)
     text = {'reward_names': names, 'temperature': reader.temperature, 'summary': _summary(path, arrays, names, reader)}
-    digest = hashlib.sha256(json.dumps(text).encode() + b''.join(array.tobytes() for array in arrays.values()))
-    folder = cache / f'rollouts-{digest.hexdigest()[:16]}'
-    if not folder.exists():
-        with made_whole(folder) as made:
-            np.savez(made / 'rollouts.npz', allow_pickle=False, **arrays)
-            (made / 'about.json').write_text(json.dumps(text))
-    return folder
+    return keep(cache, 'rollouts', arrays, text)
 
 
 def load(folder: Path) -> Rollouts:
     """The rollouts that `prepare` wrote."""
-    about = json.loads((folder / 'about.json').read_text())
-    with np.load(folder / 'rollouts.npz') as file:
-        a = dict(file)
+    a, about = kept(folder)
     completions = a['lengths'] - a['prompt_lengths']
     return Rollouts(
         ids=np.split(a['ids'], a['lengths'].cumsum()[:-1]),

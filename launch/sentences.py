@@ -40,7 +40,7 @@ def material() -> Material:
     """All that the language reference gives, in an order that has nothing to do with where it stands there."""
     train, held_out = ([list(paragraphs(document)) for document in part] for part in split(python_reference()[0]))
     text = list(dict.fromkeys(paragraph for document in train for paragraph in document))
-    known = {sentence for paragraph in text for sentence in _END.split(paragraph)}
+    known = {sentence for paragraph in text for sentence in sentences_of(paragraph)}
     return Material(text, pairs_of(train), [p for p in pairs_of(held_out) if p.chosen.strip() not in known])
 
 
@@ -48,15 +48,25 @@ def paragraphs(document: Document) -> Iterator[str]:
     """The running text of a document, each paragraph in one line."""
     for block in ''.join(turn.text for turn in document).split('\n\n'):
         text = ' '.join(block.split())
-        if _PARAGRAPH.fullmatch(text) and _share_of_words(text) > 0.75:
+        if is_running_text(text):
             yield text
+
+
+def is_running_text(text: str) -> bool:
+    """Whether a paragraph is one of words, of which most are plain."""
+    return bool(_PARAGRAPH.fullmatch(text)) and _share_of_words(text) > 0.75
+
+
+def sentences_of(paragraph: str) -> list[str]:
+    """Its sentences."""
+    return _END.split(paragraph)
 
 
 def pairs_of(documents: Iterable[Iterable[str]]) -> list[Pair]:
     """A pair of each sentence of these paragraphs that has another one before it, no sentence twice."""
     found: dict[str, Pair] = {}
     for document in documents:
-        sentences = [sentence for paragraph in document for sentence in _END.split(paragraph)]
+        sentences = [sentence for paragraph in document for sentence in sentences_of(paragraph)]
         for before, sentence in itertools.pairwise(sentences):
             if _is_plain(sentence):
                 prompt = ' '.join(before.split()[-PROMPT_WORDS:])

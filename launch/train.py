@@ -2,7 +2,8 @@
 
 `launch/local.sh` prepares the data and starts this file under torchrun, once for each of tp * pp * dp processes. The
 model itself stands in `launch/gpt.py`; what a script needs to use `MegatronModel` stands here, in `train`, for rollouts
-in `launch/policy.py`, for pairs in `launch/preference.py` and beside a teacher in `launch/distillation.py`.
+in `launch/policy.py`, for pairs in `launch/preference.py`, for groups of texts in `launch/embedding.py` and beside a
+teacher in `launch/distillation.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from launch import data, distillation, gpt, options, policy, preference
-from launch.kinds import DISTILLATION, LOSSES, PAIRS, ROLLOUTS, TEXT
+from launch import data, distillation, embedding, gpt, options, policy, preference
+from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS, TEXT
 from launch.parallel import figures, orders, start_processes, stop_processes
 from launch.progress import TextRecorder
 from launch.samples import micro_batches
@@ -30,7 +31,8 @@ def main() -> None:
     if args.dataset is None:
         raise SystemExit('start this script by launch/local.sh, which prepares the data first')
     start_processes(args.tp, args.pp)
-    trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, DISTILLATION: distillation.train}
+    trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, EMBEDDINGS: embedding.train}
+    trains[DISTILLATION] = distillation.train
     trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]](args)
     stop_processes()
 

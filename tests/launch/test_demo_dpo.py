@@ -1,24 +1,15 @@
 """`make demo-dpo` as a person starts it, but tiny."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from launch.kinds import PAIRS
+from tests.launch import demos
 from tests.launch.test_progress import PNG
 
-ROOT = Path(__file__).parents[2]
-
-
-def start(tmp_path, *options):
-    env = {'PATH': os.environ['PATH'], 'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    env |= {name: value for name, value in os.environ.items() if name.startswith('MPL') or name == 'LD_LIBRARY_PATH'}
-    command = [sys.executable, '-m', 'launch.demo_dpo', *options]
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+start = partial(demos.start, 'demo_dpo')
 
 
 @pytest.mark.long

@@ -1,10 +1,7 @@
 """`make demo-grpo` as a person starts it, but tiny; and what it says of its rewards."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,16 +9,10 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 
 from launch import intervals, options, prepare, task, train
+from tests.launch import demos
 from tests.launch.test_progress import PNG
 
-ROOT = Path(__file__).parents[2]
-
-
-def start(tmp_path, *options):
-    env = {'PATH': os.environ['PATH'], 'HOME': str(tmp_path), 'PYTHONPATH': str(ROOT), 'OMP_NUM_THREADS': '1'}
-    env |= {name: value for name, value in os.environ.items() if name.startswith('MPL') or name == 'LD_LIBRARY_PATH'}
-    command = [sys.executable, '-m', 'launch.demo_grpo', *options]
-    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
+start = partial(demos.start, 'demo_grpo')
 
 
 def demo(tmp_path, *layout):

@@ -52,13 +52,29 @@ BESIDE = '--teacher-weights FILE'
             '--loss orpo --data p',
             '--loss orpo needs --init-weights FILE, the policy to start from, which is the reference',
         ),
+        (
+            '--loss infonce',
+            '--loss infonce needs --data FILE, the groups of texts; docs/embeddings.md tells what it must hold',
+        ),
+        (
+            '--loss infonce --data g',
+            '--loss infonce needs --init-weights FILE, the language model that becomes an encoder',
+        ),
+        ('--pooling max', "argument --pooling: must be last, mean or first, got 'max'"),
+        ('--pooling mean', '--pooling is for --loss infonce, got --loss cross-entropy'),
+        ('--loss dpo --hard-negatives 2', '--hard-negatives is for --loss infonce, got --loss dpo'),
+        ('--hard-negatives 0', "argument --hard-negatives: must be a whole number of at least 1, got '0'"),
+        ('--loss infonce --beta 1', f'--beta is for --loss cross-entropy, {GRPO}, {DPO}, gkd, got --loss infonce'),
         ('--advantages none', f'--advantages is for --loss {GRPO}, got --loss cross-entropy'),
         ('--beta 0', f'--beta with --loss cross-entropy is of the divergence from {BESIDE}, and needs it'),
-        ('--packed', f'--packed is for --loss {GRPO}, {DPO}, got --loss cross-entropy'),
-        ('--loss grpo --eval-every 2', f'--eval-every is for --loss cross-entropy, {DPO}, gkd, got --loss grpo'),
+        ('--packed', f'--packed is for --loss {GRPO}, {DPO}, infonce, got --loss cross-entropy'),
+        (
+            '--loss grpo --eval-every 2',
+            f'--eval-every is for --loss cross-entropy, {DPO}, gkd, infonce, got --loss grpo',
+        ),
         ('--loss cpo --gamma 1', '--gamma is for --loss simpo, got --loss cpo'),
         ('--loss simpo --loss-type ipo', '--loss-type is for --loss dpo, got --loss simpo'),
-        ('--loss grpo --held-out p', f'--held-out is for --loss {DPO}, got --loss grpo'),
+        ('--loss grpo --held-out p', f'--held-out is for --loss {DPO}, infonce, got --loss grpo'),
         ('--loss-type dpo', "argument --loss-type: must be sigmoid, hinge, ipo or kto, got 'dpo'"),
         ('--clip-range -1', "argument --clip-range: must be a number of at least 0, got '-1'"),
         ('--advantages all', "argument --advantages: must be group, batch or none, got 'all'"),
@@ -84,7 +100,7 @@ BESIDE = '--teacher-weights FILE'
         ('--loss gkd --data t --tokenizer t --beta 1.5', '--beta must be at most 1 with --loss gkd, got 1.5'),
         ('--loss gkd --vocab-size 400', '--vocab-size is for --loss cross-entropy, got --loss gkd'),
         ('--loss dpo --teacher-weights t', '--teacher-weights is for --loss cross-entropy, gkd, got --loss dpo'),
-        ('--temperature 2', '--temperature is for --loss gkd, got --loss cross-entropy'),
+        ('--temperature 2', '--temperature is for --loss gkd, infonce, got --loss cross-entropy'),
         ('--topk-tail none', "argument --topk-tail: must be renormalize or bucket, got 'none'"),
         ('--loss gkd --teacher-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
         ('--init-weights none.npz', f'none.npz does not exist (looked from {Path.cwd()})'),
@@ -108,6 +124,9 @@ def test_defaults_suit_the_loss(policy_file):
     for loss, beta in (('dpo', 0.1), ('simpo', 2.5), ('cpo', 0.1), ('orpo', 0.1)):
         pairs = options.parse([*given, '--loss', loss])
         assert (pairs.steps, pairs.epochs, pairs.lr, pairs.beta, pairs.packed) == (None, 1, 2e-4, beta, False)
+    encoder = options.parse([*given, '--loss', 'infonce'])
+    assert (encoder.steps, encoder.epochs, encoder.lr, encoder.eval_every) == (None, 2, 1e-3, 20)
+    assert (encoder.temperature, encoder.pooling, encoder.hard_negatives) == (0.05, 'last', None)
     gkd = options.parse(['--loss', 'gkd', '--teacher-weights', str(policy_file)])
     assert (gkd.steps, gkd.lr, gkd.beta, gkd.temperature, gkd.topk) == (250, 2e-3, 0.5, 1, None)
     assert (gkd.layers, gkd.hidden_size) == (4, 128)  # those of the teacher are 2 and 32
@@ -127,6 +146,13 @@ def test_values_that_no_loss_of_pairs_takes_are_refused(policy_file, capsys):
             options.parse([*given, *argv.split()])
         assert capsys.readouterr().err.endswith(f'error: {message}\n')
     assert options.parse([*given, '--loss', 'orpo', '--beta', '0']).beta == 0
+
+
+def test_an_encoder_has_no_head_of_logits(policy_file, capsys):
+    with pytest.raises(SystemExit):
+        options.parse(['--loss=infonce', '--data=g', f'--init-weights={policy_file}', '--head=linear'])
+    message = 'error: --head is for losses of tokens, got --head linear with --loss infonce\n'
+    assert capsys.readouterr().err.endswith(message)
 
 
 def test_sizes_that_are_not_those_of_the_weights_are_refused(policy_file, capsys):
@@ -173,12 +199,14 @@ def test_the_help_names_the_default_of_every_option(capsys):
         options.parse(['--help'])
     said = ' '.join(capsys.readouterr().out.split())
     for part in (
-        '(250; of rollouts and pairs as --epochs says)',
-        '(2 of rollouts; 1 of pairs)',
-        '(0.002; of rollouts 0.0005; of pairs 0.0002)',
+        '(250; of rollouts, pairs and embeddings as --epochs says)',
+        '(2 of rollouts; 1 of pairs; 2 of embeddings)',
+        '(0.002; of rollouts 0.0005; of pairs 0.0002; of embeddings 0.001)',
+        '(1 of gkd; 0.05 of infonce)',
+        'docs/embeddings.md',
         '(0 of rollouts; 0.1 of pairs, but 2.5 of simpo; 0.5 of gkd)',
         'docs/distillation.md',
-        '(50; of pairs 20)',
+        '(50; of pairs and embeddings 20)',
         'docs/pairs.md',
         'docs/rollouts.md',
     ):

@@ -1,4 +1,4 @@
-"""A tiny policy in a file of weights, rollouts that it has sampled, pairs, and trainings on them, on ranks."""
+"""A tiny policy in a file of weights, rollouts that it has sampled, pairs, groups, and trainings on them, on ranks."""
 
 import json
 
@@ -54,6 +54,17 @@ def as_pairs(seeds):
         first, length = seed % 6, 2 + seed % 3
         chosen = words[first : first + length]
         lines.append({'prompt': f'{seed}:', 'chosen': f' {" ".join(chosen)}', 'rejected': f' {" ".join(chosen[::-1])}'})
+    return '\n'.join(map(json.dumps, lines))
+
+
+def as_groups(seeds):
+    """A file of a group for each of these numbers: some words, the words that follow them, and two negatives."""
+    words, lines = TEXT.split()[:10], []
+    for seed in seeds:
+        first, length = seed % 10, 2 + seed % 3
+        texts = [' '.join((words * 3)[start : start + length]) for start in (first, first + 2, first + 5, first + 7)]
+        anchor, positive, *negatives = texts
+        lines.append({'anchor': f'{seed}: {anchor}', 'positive': f'{positive} {seed}', 'negatives': negatives})
     return '\n'.join(map(json.dumps, lines))
 
 
