@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 from .arguments import keywords_of
 from .batch import Counts, Labelling, TokenBatch, targets_of
 from .batch.targets import IGNORED, TARGETS, WEIGHTS, counted_sequences
+from .custom_loss import Weights, custom_share, overrides_call
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
 from .loss.base import SweepLoss, sweep_for
@@ -113,7 +112,7 @@ class Evaluation:
     @property
     def is_foreign(self) -> bool:
         """Whether the loss is a custom one, which may do anything with the logits."""
-        return not isinstance(self.loss, SweepLoss | PooledLoss) or _is_called(self.loss)
+        return not isinstance(self.loss, SweepLoss | PooledLoss) or overrides_call(self.loss)
 
     @property
     def may_fail_alone(self) -> bool:
@@ -161,9 +160,8 @@ class Evaluation:
             if self.gathers and targets is not None:
                 return self._share(seen.found, targets, counts, number)
             return self.loss.contribution(tokens, seen, targets)
-        outputs = seen.outputs()
-        outputs[seen.name] = seen.source
-        return self._foreign(cast(InputFeature, self._told(batch)), outputs, seen, extra, counts, micro_batches)
+        weights = Weights.of(counts, micro_batches, group_size(self._groups.cp), self.head)
+        return custom_share(self.loss, cast(InputFeature, self._told(batch)), seen, extra, weights)
 
     def _share(self, embeddings: Tensor, targets: Tensor, counts: Counts, number: int) -> Tensor | None:
         """Of a loss over the embeddings of the whole global batch. Where there are several micro-batches it has been
@@ -242,46 +240,6 @@ class Evaluation:
             told['completion_mask'] = (batch['labels'] != IGNORED).long()
         return told
 
-    def _foreign(
-        self,
-        inputs: InputFeature,
-        outputs: ModelOutput,
-        seen: Seen | Pooled,
-        extra: Mapping[str, Any],
-        counts: Counts,
-        micro_batches: int,
-    ) -> Tensor:
-        """A custom loss as a summand: a sum over tokens, or sequences, is divided by the global count, a mean weighs
-        the same for every micro-batch."""
-        source, name = seen.source, seen.name
-        trains = source.requires_grad and torch.is_grad_enabled()
-        version = source._version if isinstance(source, Tensor) else 0
-        result = self.loss(inputs, outputs, **extra)
-        loss, count = (result.get('loss'), result.get('num_tokens', 0)) if isinstance(result, Mapping) else (result, 0)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
-            raise ValueError(
-                "a loss must return a scalar tensor of floats, or {'loss': such a tensor, 'num_tokens': n}, got "
-                f'{_described(result)}'
-            )
-        if trains and isinstance(source, Tensor) and source._version != version:
-            raise ValueError(
-                f"a loss must not write to outputs['{name}'], from which gradients are computed; work on a new tensor, "
-                f'as in {name} / temperature'
-            )
-        if trains and not loss.requires_grad and loss.item() != 0:
-            raise ValueError(
-                f'a loss must depend on the {name}{" or logps" if name == "logits" else ""} in a way that autograd '
-                f'sees, got the constant {loss.item():g}; was it detached, or made with .item() or torch.tensor()?'
-            )
-        cp = group_size(self._groups.cp)
-        if not _is_sum(count):
-            weight = micro_batches * cp
-        elif self.head is None or self.head.pooling is None:
-            weight = counts.tokens
-        else:  # every context parallel rank has all sequences
-            weight = counts.sequences * cp
-        return loss.reshape(()) / max(weight, 1)
-
 
 class _Totals(SweepLoss):
     """Stands for a loss that couples its batch, and gives its totals as if they were a loss."""
@@ -309,21 +267,6 @@ class OutputsAlone(PooledLoss):
 
     def contribution(self, batch: TokenBatch, seen: Pooled, targets: Tensor | None) -> Tensor:
         return seen.found.new_zeros(())
-
-
-_FORMULAS = ('contribution', 'token_losses', 'pair_losses')
-"""Methods of this package's losses that `MegatronModel` calls."""
-
-
-def _is_called(loss: Any) -> bool:
-    """Whether the loss is somebody's subclass of one of this package's that overrides `__call__`, and below that none
-    of the methods which would be called in its place."""
-    for cls in type(loss).__mro__:
-        if cls.__module__.partition('.')[0] == __package__ or any(name in vars(cls) for name in _FORMULAS):
-            return False
-        if '__call__' in vars(cls):
-            return True
-    return False
 
 
 def _labelling(loss: Callable[..., Any], metrics: Sequence[Metric], head: PooledHead | None) -> Labelling:
@@ -377,27 +320,6 @@ def _accepted(metric: Metric, facts: Mapping[str, Any]) -> tuple[Metric, dict[st
         return metric, dict(facts), names
     named = {p.name for p in parameters}
     return metric, {name: value for name, value in facts.items() if name in named}, names
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, Tensor):
-        return f'a tensor of shape {tuple(result.shape)} and {result.dtype}'
-    if isinstance(result, Mapping):
-        return f'{{{", ".join(f"{key!r}: {_described(value)}" for key, value in result.items())}}}'
-    return type(result).__name__
-
-
-def _is_sum(num_tokens: Any) -> bool:
-    """Whether a loss is a sum over tokens: its `num_tokens` is above 0."""
-    single = isinstance(num_tokens, Tensor) and num_tokens.numel() == 1
-    given = num_tokens.item() if single else num_tokens
-    count = float(given) if isinstance(given, Real) else math.nan
-    if not count >= 0:
-        got = given if isinstance(given, Real) else _described(num_tokens)
-        raise ValueError(
-            f"a loss's num_tokens must be one number: the tokens it is summed over, or 0 for a mean, got {got}"
-        )
-    return count > 0
 
 
 def _detached(outputs: ModelOutput) -> ModelOutput:
