@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -76,6 +77,24 @@ def keywords_of(loss: Callable[..., Any]) -> Keywords:
     found = Keywords(p.name for p in parameters[2:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
     found.takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
     return found
+
+
+def by_name(name: str, classes: Mapping[str, type], where: str) -> type:
+    """The class of that name: 'GRPOLoss', or 'grpo', 'dr_grpo', 'chunked-cross-entropy' for short. ValueError for an
+    unknown one, with the nearest known name.
+
+    `classes` by their names; `where` is the module they are in.
+    """
+    short = {_short(known): known for known in classes}
+    known = name if name in classes else short.get(_short(name))
+    if known is None:
+        reject_unknown({name: None}, classes, where)
+    return classes[str(known)]
+
+
+def _short(name: str) -> str:
+    plain = re.sub(r'[-_\s]', '', name).lower()
+    return plain.removesuffix('loss').removesuffix('metric') or plain
 
 
 def above_0(name: str, value: Any) -> Any:

@@ -54,9 +54,10 @@ class Evaluation:
         self._groups = groups
         self._shard_of = shard_of
         wanted = set(getattr(loss, 'needs', {'log_prob'}))
-        self._needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
+        self.needs = frozenset(wanted.union(*(getattr(metric, 'needs', ()) for metric in metrics)))
         self.labelling = _labelling(loss, metrics, head)
         self.ignore_index = self.labelling.ignored
+        self.keeps = False
         self.totals: Tensor | None = None
         self.coupled: list[Coupled] | None = None
 
@@ -101,6 +102,22 @@ class Evaluation:
         return Evaluation(OutputsAlone(), [], self._groups, self._shard_of, {}, self.head)
 
     @property
+    def can_be_revisited(self) -> bool:
+        """Whether the loss can be computed from what is kept of a forward pass: it reads no logits."""
+        return not self.is_foreign and not (isinstance(self.loss, SweepLoss) and self.loss.reads_logits)
+
+    def without_metrics(self) -> Evaluation:
+        """The loss alone."""
+        return Evaluation(self.loss, [], self._groups, self._shard_of, {}, self.head)
+
+    def looking(self) -> Evaluation:
+        """What finds the outputs without the loss, and keeps what the loss can be computed from."""
+        silent = _Silent(self.loss, self.needs) if self.head is None else OutputsAlone()
+        looking = Evaluation(silent, [], self._groups, self._shard_of, {}, self.head)
+        looking.keeps = self.can_be_revisited
+        return looking
+
+    @property
     def size(self) -> int:
         """Numbers of a contribution: 1 of a loss."""
         return self.loss.size if isinstance(self.loss, _Totals) else 1
@@ -125,7 +142,7 @@ class Evaluation:
         if self.head is not None:
             return self.head.read(model, logits, batch, self._groups)
         labels, shard = batch['labels'], self.shard_of(logits)
-        return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self._needs))
+        return Seen(logits, shard, sweep_for(self.loss, logits, labels, shard, self.needs))
 
     def shard_of(self, logits: Logits) -> VocabShard:
         """Which ids this rank's columns are."""
@@ -256,6 +273,22 @@ class _Totals(SweepLoss):
 
     def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
         return self._loss.totals(batch, stats, **extra).detach()
+
+
+class _Silent(SweepLoss):
+    """Stands for a loss, finds what it needs, and is 0."""
+
+    def __init__(self, loss: Any, needs: frozenset[str]) -> None:
+        super().__init__(int(getattr(loss, 'ignore_index', -100)))
+        self.temperature, self.layout = float(getattr(loss, 'temperature', 1.0)), getattr(loss, 'layout', None)
+        self.chunk_size, self._needs = getattr(loss, 'chunk_size', None), needs
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self._needs
+
+    def contribution(self, batch: TokenBatch, stats: TokenStats, **extra: Any) -> Tensor:
+        return torch.zeros((), device=batch.labels.device)
 
 
 class OutputsAlone(PooledLoss):

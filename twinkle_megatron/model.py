@@ -5,26 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import loss as losses
-from .arguments import reject_unknown
 from .batch import without_labels
 from .evaluation import Evaluation, OutputsAlone
 from .groups import Groups, check_megatron_groups
+from .loss.build import build_loss
 from .megatron import checks
 from .megatron.accumulation import Accumulation
+from .megatron.build import build
 from .megatron.engine import NO_EXTRAS, Engine
-from .megatron.optimizer import learning_rate, loss_scaling, step_optimizer
+from .megatron.optimizer import learning_rate, loss_scaling
 from .megatron.plan import Extras
 from .megatron.schedule import Outcome
 from .megatron.snapshot import Snapshot
+from .megatron.steps import Steps
 from .metric import Metric, build_metric
+from .plugin import is_address, load_plugin
 from .reference import Reference
-from .seen import PooledHead
+from .seen import Pooled, PooledHead, Seen
 from .teacher import Teacher
+
+
+class Looked(NamedTuple):
+    """What `forward` was given and saw, and the keywords of `calculate_loss`."""
+
+    inputs: Any
+    micro_batch_size: int | None
+    shifted: bool
+    kept: list[Seen | Pooled]
+    extra: dict[str, Any]
 
 
 class MegatronModel:
@@ -83,12 +95,89 @@ class MegatronModel:
         self._accumulation = Accumulation(self._engine.runner)
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
-        self._steps, self._calls = 0, 0
-        self._grad_norm: float | None = None
+        self._stepping = Steps(optimizer, scheduler, self._engine, self._accumulation, self.groups, self._tell_step)
+        self._calls = 0
+        self._looked: Looked | None = None
 
-    def set_loss(self, loss: Any, **init: Any) -> None:
-        """Sets the loss: a class of this package (made with `init`), its name, an instance, or any callable
-        `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`.
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        vocab_size: int,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        vpp: int = 1,
+        ep: int = 1,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        ddp: Any = None,
+        layer_spec: Any = None,
+        value_head: bool = False,
+        seed: int = 1234,
+        head: str | PooledHead = 'auto',
+        max_workspace_mb: float | None = None,
+        **model: Any,
+    ) -> MegatronModel:
+        """A GPT with random weights in that layout, ready to train. Collective: every process calls it.
+
+        torch.distributed and Megatron's groups are made where they are not there; data parallelism takes the processes
+        that are left. On CPU, `megatron.cpu.install()` comes first.
+
+        Args:
+            config: Megatron's TransformerConfig; the parallel sizes in it are replaced by these.
+            vocab_size: the true one, which is padded to a multiple of 128 · tp.
+            tp, pp, cp, vpp, ep: tensor, pipeline, context, virtual pipeline and expert parallel sizes.
+            optimizer: Megatron's OptimizerConfig, or a learning rate for its Adam; None: no optimizer.
+            scheduler: see the constructor.
+            ddp: a DistributedDataParallelConfig; None: gradients are reduced in float32, and with the distributed
+                optimizer if the OptimizerConfig says so.
+            layer_spec: of the layers; None: those of Transformer Engine where it is installed, else local ones.
+            value_head: adds one, for `ScalarHead`.
+            seed: of the weights.
+            head, max_workspace_mb: see the constructor.
+            model: `max_sequence_length` (4096), `position_embedding_type` ('rope'), `rotary_base`, `rotary_percent`,
+                `tied` (embedding and output layer share their weight).
+        """
+        built = build(
+            config,
+            vocab_size,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            vpp=vpp,
+            ep=ep,
+            seed=seed,
+            layer_spec=layer_spec,
+            ddp=ddp,
+            optimizer=optimizer,
+            value_head=value_head,
+            **model,
+        )
+        return cls(
+            built.chunks,
+            built.optimizer,
+            scheduler,
+            vocab_size=vocab_size,
+            head=head,
+            max_workspace_mb=max_workspace_mb,
+        )
+
+    def set_loss(
+        self,
+        loss: Any,
+        *,
+        trust_remote_code: bool | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        **init: Any,
+    ) -> None:
+        """Sets the loss: a class of this package (made with `init`), its name ('GRPOLoss', or 'grpo'), an instance, or
+        any callable `(inputs, outputs, **extra)` that returns a scalar tensor or `{'loss': ..., 'num_tokens': ...}`.
+
+        Or the address of one on a hub or in a file, 'ms://group/name', 'hf://group/name', 'file:path.py:Name', for
+        which the other keywords are; see `load_plugin`, and docs/plugins.md.
 
         A callable gets this rank's labels in `inputs`, and in `outputs` the `logits` shard, its `vocab_shard` and
         `logps`; or what a head gives in place of logits. What it needs for each token belongs in `inputs`, where it is
@@ -96,44 +185,50 @@ class MegatronModel:
         the sweep, where it has them; `reads` ('embeddings', 'values') asks for a head, and `layout` 'groups' says that
         labels begin groups of sequences, which no micro-batch may cut.
         """
-        if isinstance(loss, str):
-            reject_unknown({loss: None}, losses.__all__, 'twinkle_megatron.loss')
-            loss = getattr(losses, loss)
-        if isinstance(loss, type):
-            loss = loss(**init)
-        elif init:
-            raise ValueError(
-                f'{type(loss).__name__} is an instance already and takes no {sorted(init)}; pass the class'
-            )
-        if not callable(loss):
-            raise ValueError(f'loss must be a loss class, an instance, a name or a callable, got {type(loss).__name__}')
-        if getattr(loss, 'reduction', 'mean') == 'none':
-            raise ValueError(
-                "reduction='none' gives no number to train; use 'mean' (or 'sum', which trains the same mean)"
-            )
-        self._loss = loss
+        hub = {'trust_remote_code': trust_remote_code, 'revision': revision, 'cache_dir': cache_dir}
+        if is_address(loss):
+            loss = load_plugin(loss, 'loss', groups=self.groups, **hub)
+        self._loss = build_loss(loss, **init)
 
     def set_head(self, head: str | PooledHead) -> None:
         """Sets what the last stage gives: 'auto', 'logits', 'linear', an `EmbeddingHead` or a `ScalarHead`, as in the
         constructor. The chunks themselves are not changed by it, so that it can be changed again at any time."""
         self._engine.set_head(head)
 
-    def add_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
-        """Adds a metric: a class (made with `init`, `device_mesh` and the DP×CP group), its name, or an instance.
+    def add_metric(
+        self,
+        metric: Any,
+        is_training: bool | None = None,
+        *,
+        trust_remote_code: bool | None = None,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        **init: Any,
+    ) -> None:
+        """Adds a metric: a class (made with `init`, `device_mesh` and the DP×CP group), its name ('Accuracy', or
+        'accuracy'), an instance, or its address, for which see `set_loss`.
 
         It is fed by `forward_backward` (is_training True), by `forward_only` (False), or for a class or name by
         default by both, as two separate metrics; an instance goes to training by default.
         """
+        if is_address(metric):
+            hub = {'trust_remote_code': trust_remote_code, 'revision': revision, 'cache_dir': cache_dir}
+            metric = load_plugin(metric, 'metric', groups=self.groups, **hub)
         both = is_training is None and (isinstance(metric, (str, type)))
         for mode in (True, False) if both else (is_training is not False,):
             made = build_metric(metric, device_mesh=self.groups, process_group=self.groups.dp_cp, **init)
             self._metrics[mode].append(made)
 
     def set_metric(self, metric: Any, is_training: bool | None = None, **init: Any) -> None:
-        """`add_metric` in place of the metrics added before."""
+        """`add_metric` in place of the metrics added before, which stay where that fails."""
+        before = {mode: list(metrics) for mode, metrics in self._metrics.items()}
+        try:
+            self.add_metric(metric, is_training, **init)
+        except BaseException:
+            self._metrics = before
+            raise
         for mode in (True, False) if is_training is None else (is_training,):
-            self._metrics[mode] = []
-        self.add_metric(metric, is_training, **init)
+            self._metrics[mode] = self._metrics[mode][len(before[mode]) :]
 
     def forward_backward(
         self,
@@ -258,38 +353,85 @@ class MegatronModel:
         engine = self._engine.beside(chunks, head='linear', vocab_size=vocab_size or min(sizes, default=None))
         return Teacher(engine, self._engine, self._all_evaluations)
 
+    def forward(self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True) -> dict[str, Any]:
+        """The outputs alone, as the first part of the form in three parts:
+
+            model.forward(inputs)
+            loss = model.calculate_loss(advantages=advantages)
+            model.backward()
+
+        Returns `{'logps': [...]}`, or what the head gives, like `forward_backward`, in the mode that the chunks are in,
+        without gradients. `backward` runs the forward pass anew, as Megatron's schedules interleave both, with the same
+        random numbers if none are drawn between. So the form costs one forward pass more than `forward_backward`, and
+        one more for `calculate_loss` of a loss that reads logits, a custom one or `GKDLoss`. Collective.
+        """
+        evaluation = self._evaluation(training=True)
+        plan = self._engine.plan(inputs, micro_batch_size, None, evaluation, training=False)
+        outcome, kept = self._engine.look(plan, evaluation)
+        self._looked = Looked(inputs, micro_batch_size, shifted, kept, {})
+        found = self._result(outcome, evaluation)
+        del found['loss']
+        return found
+
+    def calculate_loss(self, **extra: Any) -> float:
+        """The global loss of the inputs that `forward` was given, the same number on every rank. `extra`: keywords of
+        the loss and the metrics, see `forward_backward`; `backward` uses the same. Collective."""
+        looked = self._needed_look('calculate_loss')
+        evaluation = self._evaluation(training=True)
+        given = Extras(extra, evaluation.extras, looked.shifted, evaluation.unsaid(extra))
+        plan = self._engine.plan(looked.inputs, looked.micro_batch_size, given, evaluation, training=True)
+        looked = self._looked = looked._replace(extra=extra)
+        if getattr(plan.counts, evaluation.over) == 0:
+            return 0.0
+        return self._engine.revisit(plan, evaluation.without_metrics(), looked.kept)
+
+    def backward(self, *, finalize: bool = True) -> None:
+        """Accumulates the gradient of what `calculate_loss` computed, and feeds the metrics; see `forward_backward`.
+        Collective."""
+        looked, self._looked = self._needed_look('backward'), None
+        self.forward_backward(
+            looked.inputs, looked.micro_batch_size, finalize=finalize, shifted=looked.shifted, **looked.extra
+        )
+
+    def _needed_look(self, method: str) -> Looked:
+        if self._looked is None:
+            raise ValueError(f'{method} must be called after forward(inputs), whose inputs it is for')
+        return self._looked
+
+    def clip_grad_norm(self, max_grad_norm: float | None = 1.0) -> float | None:
+        """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), for `step`.
+
+        Returns the norm before clipping, the same on every rank, or None where there is nothing to step on. Collective.
+        """
+        return self._stepping.clip(max_grad_norm)
+
+    def step(self) -> bool:
+        """Takes an optimizer step, with the gradient as `clip_grad_norm` left it, or without clipping. The gradients
+        stay until `zero_grad`, the learning rate until `lr_step`. Returns whether a step was taken. Collective."""
+        return self._stepping.step()
+
+    def lr_step(self) -> None:
+        """Advances the scheduler, if the last step was taken."""
+        self._stepping.advance()
+
     def clip_grad_and_step(self, max_grad_norm: float | None = 1.0) -> float | None:
         """Clips the gradient to `max_grad_norm` (2-norm over the whole model; None: no clipping), steps, zeroes
-        gradients.
+        gradients, advances the scheduler.
 
         Returns the norm before clipping, the same on every rank, or None where no step was taken: nothing was
         accumulated (no trained tokens, or the last call failed), or the loss scaler found inf or NaN.
         """
-        if self.optimizer is None:
-            raise ValueError('clip_grad_and_step needs an optimizer: MegatronModel(chunks, optimizer=...)')
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f'max_grad_norm must be > 0, or None for no clipping, got {max_grad_norm!r}')
-        if not self._accumulation.ready():
-            return None
-        stepped, norm = step_optimizer(self.optimizer, self._engine.models, self.groups, max_grad_norm)
-        self.zero_grad()
-        if not stepped:
-            return None
-        rate = learning_rate(self.optimizer)
-        checks.step_scheduler(self.scheduler)
-        self._steps += 1
-        self._grad_norm = norm
+        return self._stepping.whole(max_grad_norm)
+
+    def _tell_step(self, rate: Any, step: int, norm: float | None) -> None:
         for metric in self._metrics[True]:
             report = getattr(metric, 'on_step', None)
             if report is not None:
-                report(lr=rate, step=self._steps, gradient_accumulation_steps=1, grad_norm=norm)
-        return norm
+                report(lr=rate, step=step, gradient_accumulation_steps=1, grad_norm=norm)
 
     def zero_grad(self) -> None:
         """Forgets the accumulated gradients."""
-        self._accumulation.reset()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
+        self._stepping.zero_grad()
 
     def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:
         """What the metrics of training (or of evaluation) say, for display, the same on every rank; resets them."""
@@ -329,12 +471,12 @@ class MegatronModel:
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {
             'loss_reduction': 'sum',
-            'step': self._steps,
+            'step': self._stepping.count,
             'gradient_accumulation_steps': 1,
             'call': self._calls,
         }
         if self.optimizer is not None:
             facts['lr'] = learning_rate(self.optimizer)
-        if self._grad_norm is not None:
-            facts['grad_norm'] = self._grad_norm
+        if self._stepping.grad_norm is not None:
+            facts['grad_norm'] = self._stepping.grad_norm
         return facts

@@ -54,6 +54,10 @@ class Seen(NamedTuple):
             outputs['entropies'] = self.stats.entropy
         return outputs
 
+    def kept(self) -> Seen:
+        """Without a history, and without logits: what a loss of statistics can be computed from later."""
+        return self._replace(logits=self.log_prob.detach()[..., :0], stats=self.stats.detach())
+
     def first_rows(self, rows: int) -> Seen:
         """Without the others."""
         return self._replace(logits=self.logits.narrow(0, 0, rows), stats=self.stats.first_rows(rows))
@@ -84,6 +88,10 @@ class Pooled(NamedTuple):
     def outputs(self) -> ModelOutput:
         """As losses and metrics get it."""
         return cast(ModelOutput, {self.name: self.found})
+
+    def kept(self) -> Pooled:
+        """Without a history."""
+        return self._replace(found=self.found.detach())
 
     def first_rows(self, rows: int) -> Pooled:
         """Without the others."""

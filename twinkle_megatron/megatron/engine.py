@@ -10,13 +10,14 @@ import torch
 
 from ..evaluation import Evaluation
 from ..groups import Groups, group_size
-from ..seen import PooledHead
+from ..seen import Pooled, PooledHead, Seen
 from ..vocab_parallel import VocabShard
 from . import checks
 from .embedding import EmbeddingHead, ScalarHead, value_head_of
 from .head_choice import HeadChoice
 from .heads import TakeHead, check_no_hook, head_taken
 from .plan import Extras, Limits, Plan, make_plan
+from .randomness import same_random_numbers
 from .schedule import Outcome, Runner
 
 NO_EXTRAS = Extras({}, {})
@@ -109,24 +110,25 @@ class Engine:
         )
 
     def plan(
-        self, inputs: Any, micro_batch_size: int | None, extra: Extras, evaluation: Evaluation, training: bool
+        self, inputs: Any, micro_batch_size: int | None, extra: Extras | None, evaluation: Evaluation, training: bool
     ) -> Plan:
         """See `make_plan`. Keywords are looked at on the last stage alone, where they are used: the other stages need
-        not have them."""
+        not have them. None: they come later."""
+        known = NO_EXTRAS if extra is None else extra
 
         def check() -> None:
             check_no_hook(self.models)
             obstacle = None if evaluation.head is None else self._obstacle(evaluation.head)
             if obstacle is not None:
                 raise ValueError(f'{evaluation.head!r} cannot be had: {obstacle}')
-            checks.check_extra(evaluation.loss, extra.given, extra.kinds)
-            if self.groups.is_last_stage:
-                checks.check_call(evaluation.loss, extra.given, training)
+            checks.check_extra(evaluation.loss, known.given, known.kinds)
+            if self.groups.is_last_stage and extra is not None:
+                checks.check_call(evaluation.loss, known.given, training)
 
         return make_plan(
             inputs,
             micro_batch_size,
-            extra if self.groups.is_last_stage else extra._replace(given={}),
+            known if self.groups.is_last_stage else known._replace(given={}),
             self.groups,
             self._limits,
             evaluation.labelling,
@@ -146,6 +148,30 @@ class Engine:
         with _eval_mode(self.chunks):
             take_head = self._head_for(plan, evaluation, training=False)
             return self.runner.run(plan, evaluation, training=False, take_head=take_head)
+
+    def look(self, plan: Plan, evaluation: Evaluation) -> tuple[Outcome, list[Seen | Pooled]]:
+        """The outputs in the mode that the chunks are in, and what the loss can be computed from."""
+        if not plan.items:
+            return self.nothing(plan, evaluation), []
+        take_head = self._taken(plan, evaluation)
+        results, kept = self.runner.look(plan, evaluation, take_head)
+        return Outcome(0.0, results), kept
+
+    @torch.no_grad()
+    def revisit(self, plan: Plan, evaluation: Evaluation, kept: list[Seen | Pooled]) -> float:
+        """The loss of micro-batches that were looked at. Another forward pass only for one that reads logits."""
+        if not plan.items:
+            return 0.0
+        if not evaluation.can_be_revisited:
+            with same_random_numbers():
+                return self.runner.run(plan, evaluation, False, take_head=self._head_for(plan, evaluation, False)).loss
+        if evaluation.gathers:
+            found = [seen.result for seen in kept]
+            evaluation.coupled = self.runner.coupled(plan, evaluation, found, training=False)
+        elif evaluation.couples and plan.micro_batches > 1:
+            totals = self.runner.revisit(plan, evaluation.first_pass(), kept)
+            evaluation.totals = torch.tensor(totals, dtype=torch.float64, device=self.runner.device)
+        return self.runner.revisit(plan, evaluation, kept)[0]
 
     def nothing(self, plan: Plan, evaluation: Evaluation) -> Outcome:
         """Of a global batch in which nothing is trained: no outputs of a head."""
@@ -179,9 +205,12 @@ class Engine:
             return late + 'the optimizer is made'
         return None
 
+    def _taken(self, plan: Plan, evaluation: Evaluation) -> TakeHead:
+        return head_taken if evaluation.head is not None else self._head_choice.taken(plan.most_tokens)
+
     def _head_for(self, plan: Plan, evaluation: Evaluation, training: bool) -> TakeHead:
         """How to take the head; a loss that couples several micro-batches gets what they have in common first."""
-        take_head = head_taken if evaluation.head is not None else self._head_choice.taken(plan.most_tokens)
+        take_head = self._taken(plan, evaluation)
         if evaluation.gathers and not plan.one_each:
             evaluation.coupled = self.runner.couple(plan, evaluation, take_head, training)
         if evaluation.couples and plan.micro_batches > 1:

@@ -48,6 +48,8 @@ class ForwardStep:
         self._accepts = _forward_arguments(models[0])
         self.loss = torch.zeros(evaluation.size, dtype=torch.float64, device=self._device)
         self.results: list[Tensor] = []
+        self.kept: list[Seen | Pooled] = []
+        """What was seen of each of them, where the evaluation keeps it."""
         self._last_model = models[-1]
         self._idle = idle_parameters(models[-1], evaluation.head) if groups.is_last_stage else []
         self._number = 0
@@ -66,13 +68,23 @@ class ForwardStep:
 
     def __call__(self, items: Iterator[Item], chunk: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Any, ...]]]:
         """Megatron's forward step: runs a chunk on the next micro-batch, and gives the function of its output."""
-        item, groups = next(items), self._groups
-        batch = self._on_device(_with_positions(item, self._model))
-        boundaries = None if item.packing is None else item.packing.boundaries
-        local = split_context(batch, group_size(groups.cp), group_rank(groups.cp), boundaries)
+        item = next(items)
+        local = self._slice(item)
         self._seen, self._swept, self._local = None, False, local
         output = chunk(**self._arguments(item, local))
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
+
+    @torch.no_grad()
+    def revisit(self, item: Item, seen: Seen | Pooled) -> None:
+        """The loss of a micro-batch that was looked at before, without another forward pass."""
+        share = self._share_of(item, self._slice(item), seen, seen.end)
+        self.loss += share.detach().double()
+
+    def _slice(self, item: Item) -> dict[str, Any]:
+        """This context parallel rank's tokens of a micro-batch, on the device."""
+        batch = self._on_device(_with_positions(item, self._model))
+        boundaries = None if item.packing is None else item.packing.boundaries
+        return split_context(batch, group_size(self._groups.cp), group_rank(self._groups.cp), boundaries)
 
     def on_logits(self, logits: Logits, labels: Tensor) -> Tensor:
         """The head's hook: sweeps, keeps the statistics of the last call, returns plain cross entropy `[b, s]`, or
@@ -114,6 +126,11 @@ class ForwardStep:
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
         """This micro-batch's summand of the loss, or a zero without gradient where that failed."""
         seen = self._seen if self._swept else self._see(output, local)
+        return self._share_of(item, local, seen, output)
+
+    def _share_of(
+        self, item: Item, local: dict[str, Any], seen: Seen | Pooled | None, output: Tensor | Logits
+    ) -> Tensor:
         number, self._number = self._number, self._number + 1
         foreign = self._evaluation.is_foreign
         if foreign and seen is not None:
@@ -134,6 +151,8 @@ class ForwardStep:
         except Exception as error:  # raised after the schedule, on every rank
             self.error = self.error or error
         self.results.append(seen.result)
+        if self._evaluation.keeps:
+            self.kept.append(seen.kept())
         return share
 
     def _contribution(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,41 @@ def step_optimizer(
         part.config.clip_grad = math.inf if max_norm is None else max_norm
     stepped, norm, _ = optimizer.step()
     return bool(stepped), None if norm is None else float(norm)
+
+
+class Clipped(NamedTuple):
+    """Gradients that were clipped: their norm before, and what takes the step; None where the loss scaler found inf or
+    NaN."""
+
+    norm: float | None
+    step: Callable[[], bool] | None
+
+
+def clip_optimizer(optimizer: Any, models: Sequence[Any], groups: Groups, max_norm: float | None) -> Clipped:
+    """The first half of `step_optimizer`. ValueError for an optimizer whose step has no halves."""
+    if not is_megatron(optimizer):
+        norm = clip_bare([p for model in models for p in model.parameters()], groups, max_norm)
+
+        def step() -> bool:
+            optimizer.step()
+            return True
+
+        return Clipped(norm, step)
+    from megatron.core.optimizer import optimizer as known
+
+    if type(optimizer).step not in [vars(cls).get('step') for cls in vars(known).values() if isinstance(cls, type)]:
+        raise ValueError(
+            f'the step of {type(optimizer).__name__} has no two halves; use clip_grad_and_step(max_grad_norm)'
+        )
+    reached: list[bool] = []
+    take = optimizer.step_with_ready_grads
+    # everything that Megatron's step does before it changes a weight
+    optimizer.step_with_ready_grads = lambda: reached.append(True) or True
+    try:
+        _, norm = step_optimizer(optimizer, models, groups, max_norm)
+    finally:
+        del optimizer.step_with_ready_grads
+    return Clipped(norm, take if reached else None)
 
 
 def clip_bare(parameters: Sequence[Tensor], groups: Groups, max_norm: float | None) -> float:

@@ -24,6 +24,7 @@ from ..batch import join_context, targets_of
 from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
 from ..loss.infonce import Coupled
+from ..seen import Pooled, Seen
 from ..vocab_parallel import labels
 from .forward_step import ForwardStep, device_of
 from .heads import TakeHead, logits_taken
@@ -109,6 +110,24 @@ class Runner:
         return Outcome(loss, self._whole_sequences(call))
 
     @torch.no_grad()
+    def look(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead) -> tuple[list[Tensor], list[Seen | Pooled]]:
+        """The outputs of every micro-batch, and on the last stage what the loss can be computed from later. The pass
+        after it draws the same random numbers."""
+        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation.looking(), factor=1.0)
+        with same_random_numbers():
+            self._schedule(call, training=False, sync=False, take_head=take_head)
+        self._agree(call, training=False, sync=False)
+        return self._whole_sequences(call), call.kept
+
+    def revisit(self, plan: Plan, evaluation: Evaluation, kept: Sequence[Seen | Pooled]) -> list[float]:
+        """The global loss, or the totals of a first pass, from what `look` kept. Collective over the layout."""
+        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, factor=1.0)
+        items = [item for item in plan.items if not item.is_padding]
+        for item, seen in zip(items, kept):
+            call.revisit(item, seen)
+        return self._agree(call, training=False, sync=False)
+
+    @torch.no_grad()
     def first_pass(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead = logits_taken) -> Tensor:
         """The totals of a loss that couples its batch, float64 `[k]`, the same on every rank: one more forward pass of
         every micro-batch, whose random numbers the pass after it draws again."""
@@ -126,14 +145,18 @@ class Runner:
         with same_random_numbers():
             self._schedule(call, training=False, sync=False, take_head=take_head)
         self._agree(call, training=False, sync=False)
+        return self.coupled(plan, evaluation, call.results, training)
+
+    def coupled(self, plan: Plan, evaluation: Evaluation, results: Sequence[Tensor], training: bool) -> list[Coupled]:
+        """The same, from the embeddings of this replica's micro-batches. Collective over the layout."""
         if not self.groups.is_last_stage:
             raise_together(self.groups, None)
             return []
         batches = [item.batch for item in plan.items if not item.is_padding]
-        sizes = [len(result) for result in call.results]
+        sizes = [len(result) for result in results]
         dtype = next((p.dtype for p in self.models[-1].parameters()), torch.float32)
         none = torch.empty(0, 0, device=self.device, dtype=torch.promote_types(dtype, torch.float32))
-        embeddings = torch.cat(call.results) if sizes else none
+        embeddings = torch.cat(list(results)) if sizes else none
         starts = [
             targets.to(self.device).reshape(-1) for batch in batches if (targets := targets_of(batch)) is not None
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arguments import reject_unknown
+from ..arguments import by_name
 from .accuracy import Accuracy
 from .base import Metric
 from .completion import CompletionRewardMetric
@@ -29,8 +29,7 @@ def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None
     beside an instance.
     """
     if isinstance(metric, str):
-        reject_unknown({metric: None}, METRICS, 'twinkle_megatron.metric')
-        metric = METRICS[metric]
+        metric = by_name(metric, METRICS, 'twinkle_megatron.metric')
     if not all(callable(getattr(metric, name, None)) for name in ('accumulate', 'calculate', 'reset')):
         raise ValueError(
             'metric must be a Metric class, an instance or a name, because it needs accumulate, calculate and reset, '

@@ -1,0 +1,288 @@
+"""MegatronModel from a config, in three parts, with steps in halves, and what it is handed by name or by address."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradients import collect_grads, collect_weights
+from invariance import EMPTY_RANK, UNEVEN, even, micro_batches
+from megatron.core.transformer.transformer_config import TransformerConfig
+from policy import LOSSES as POLICY
+from pooled import KINDS as POOLED
+from pooled import SPLITS as POOLED_SPLITS
+from pooled import gpt
+from pooled import micro_batches as pooled_batches
+from preference import KINDS as PAIRS
+from preference import SPLITS as PAIR_SPLITS
+from preference import micro_batches as pair_batches
+from preference import reference_keywords
+from ranks import run_ranks
+from test_invariance import GPT
+from test_model import _trainer
+from tiny_gpt import Layout, build, initialize, wrap
+
+from twinkle_megatron import MegatronModel
+from twinkle_megatron.loss.build import LOSSES, build_loss
+from twinkle_megatron.megatron import cpu
+from twinkle_megatron.metric import LossMetric
+from twinkle_megatron.metric.build import METRICS, build_metric
+
+# ---- in three parts
+
+
+def _kinds(model, layout):
+    """Name, inputs, keywords and the preparation of each kind of loss."""
+    dp, replica = layout.dp, dist.get_rank(model.groups.dp)
+    text = micro_batches(GPT, EMPTY_RANK if dp == 2 else UNEVEN[1], replica)
+    pairs = PAIR_SPLITS['uneven', dp]
+    pair_inputs = pair_batches(GPT, pairs, replica, False, 'interleaved')
+    given = reference_keywords(GPT, pairs, replica, False, 'interleaved', 'ragged')
+    groups = pooled_batches(GPT, POOLED_SPLITS['uneven', dp], replica, 'left', 'starts')
+    values = pooled_batches(GPT, POOLED_SPLITS['uneven', dp], replica, 'left', 'token')
+    yield 'CrossEntropyLoss', {}, 'auto', text, {}
+    yield PAIRS['kto'][0], PAIRS['kto'][1], 'auto', pair_inputs, given
+    yield 'InfonceLoss', POOLED['blocks'].init, POOLED['blocks'].head, groups, {}
+    yield 'MSELoss', POOLED['value'].init, POOLED['value'].head, values, {}
+    yield _custom, {}, 'auto', text, {'scale': 2.0}
+
+
+def _custom(inputs, outputs, scale):
+    kept = inputs['labels'] != -100
+    logits = outputs['logits']
+    return {'loss': scale * (logits.double() ** 2).mean(-1)[kept].sum(), 'num_tokens': kept.sum()}
+
+
+def _both_forms(layout):
+    initialize(layout)
+    model = MegatronModel(wrap(gpt(GPT, layout, True)), vocab_size=GPT.vocab_size)
+    found = {}
+    for loss, init, head, inputs, extra in _kinds(model, layout):
+        model.set_loss(loss, **init)
+        model.set_head(head)
+        model.set_metric(LossMetric, is_training=True)
+        model.zero_grad()
+        whole = model.forward_backward(inputs, **extra)
+        grads, metrics = collect_grads(model.chunks), model.metric_values()
+        model.calculate_metric()
+        model.zero_grad()
+        outputs = model.forward(inputs)
+        untouched = max(part.tensor.abs().max().item() for part in collect_grads(model.chunks).values())
+        value = model.calculate_loss(**extra)
+        untouched = max(untouched, *(x.tensor.abs().max().item() for x in collect_grads(model.chunks).values()))
+        unfed = model.metric_values()['loss']
+        model.backward()
+        assert model.groups.tp is not None
+        (kind,) = outputs
+        alike = all(torch.equal(a, b) for a, b in zip(outputs[kind], whole[kind], strict=True))
+        now = collect_grads(model.chunks)
+        apart = max((now[key].tensor - part.tensor).abs().max().item() for key, part in grads.items())
+        name = loss if isinstance(loss, str) else loss.__name__
+        found[name] = whole['loss'], value, untouched, unfed, alike, apart, metrics == model.metric_values()
+    return found
+
+
+@pytest.mark.parametrize('layout', [Layout(), Layout(pp=2, dp=2), Layout(tp=2, cp=2)], ids=str)
+def test_forward_calculate_loss_backward_is_forward_backward(layout):
+    for found in run_ranks(_both_forms, layout.world, layout, timeout=120):
+        for name, (whole, value, untouched, unfed, alike, apart, fed) in found.items():
+            assert value == pytest.approx(whole, rel=1e-12), name
+            assert untouched == 0, f'{name}: no gradient before backward'
+            assert unfed == 0, f'{name}: metrics are fed by backward'
+            assert alike, f'{name}: outputs'
+            assert apart < 1e-12, name
+            assert fed, name
+
+
+def _dropped_out():
+    spec = dataclasses.replace(GPT, config={'hidden_dropout': 0.4})
+    initialize(Layout())
+    model = MegatronModel(wrap(build(spec)), vocab_size=spec.vocab_size)
+    model.set_loss('cross_entropy')
+    model.set_metric(LossMetric, is_training=True)
+    inputs = micro_batches(GPT, even(1, 2), 0)
+    model.forward(inputs)
+    value = model.calculate_loss()
+    model.backward()
+    return value, model.metric_values()['loss']
+
+
+def test_backward_draws_the_random_numbers_of_forward():
+    value, trained = run_ranks(_dropped_out, 1)[0]
+    assert trained == pytest.approx(value, rel=1e-12)
+
+
+def _out_of_order():
+    initialize(Layout())
+    model = MegatronModel(wrap(build(GPT)), vocab_size=GPT.vocab_size)
+    model.set_loss('cross_entropy')
+    found = []
+    for call in (model.calculate_loss, model.backward):
+        with pytest.raises(ValueError, match='must be called after') as caught:
+            call()
+        found.append(str(caught.value))
+    model.forward(micro_batches(GPT, even(1, 1), 0))
+    with pytest.raises(ValueError, match="no argument 'advantages'"):
+        model.calculate_loss(advantages=[1.0])
+    model.backward()
+    with pytest.raises(ValueError, match='backward must be called after forward'):
+        model.backward()
+    return found
+
+
+def test_the_parts_have_an_order():
+    first, second = run_ranks(_out_of_order, 1)[0]
+    assert first.startswith('calculate_loss must be called after forward(inputs)')
+    assert second.startswith('backward must be called after forward(inputs)')
+
+
+# ---- steps in halves
+
+
+def _steps(layout, halves, dtype, ddp):
+    spec = dataclasses.replace(GPT, dtype=dtype)
+    model = _trainer(spec, layout, ddp)
+    batches = micro_batches(GPT, UNEVEN[layout.dp], dist.get_rank(model.groups.dp))
+    norms = []
+    for _ in range(3):
+        model.forward_backward(batches)
+        if halves:
+            norms.append(model.clip_grad_norm(0.3))
+            assert model.step()
+            model.zero_grad()
+            model.lr_step()
+        else:
+            norms.append(model.clip_grad_and_step(0.3))
+    assert model.clip_grad_norm() is None
+    assert not model.step()
+    return norms, collect_weights(model.chunks)
+
+
+@pytest.mark.parametrize(
+    ('layout', 'dtype', 'ddp'),
+    [
+        (Layout(), torch.float32, {}),
+        (Layout(tp=2, pp=2), torch.float32, {}),
+        (Layout(dp=2), torch.bfloat16, {'distributed_optimizer': True}),
+    ],
+    ids=['one', 'tp2-pp2', 'bf16 distributed optimizer'],
+)
+def test_clip_and_step_in_halves_is_clip_grad_and_step(layout, dtype, ddp):
+    whole, halves = (run_ranks(_steps, layout.world, layout, kind, dtype, ddp) for kind in (False, True))
+    for (norms, weights), (others, those) in zip(whole, halves):
+        assert norms == others
+        assert min(norms) > 0.3, 'the bound must bind'
+        for name, part in weights.items():
+            assert torch.equal(part.tensor, those[name].tensor), name
+
+
+# ---- from a config
+
+
+def _from_config(layout):
+    if not torch.cuda.is_available():
+        cpu.install()
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    sizes = {'tp': layout.tp, 'pp': layout.pp, 'cp': layout.cp, 'vpp': layout.vpp}
+    model = MegatronModel.from_config(config, 62, optimizer=1e-2, max_sequence_length=64, **sizes)
+    model.set_loss('cross_entropy')
+    batches = micro_batches(GPT, UNEVEN[layout.dp], dist.get_rank(model.groups.dp))
+    losses = []
+    for _ in range(4):
+        losses.append(model.forward_backward(batches)['loss'])
+        model.clip_grad_and_step()
+    wrong = {}
+    for name, change in {
+        'layout': lambda: MegatronModel.from_config(config, 62, tp=3),
+        'config': lambda: MegatronModel.from_config({}, 62),
+        'keyword': lambda: MegatronModel.from_config(config, 62, **sizes, max_length=3),
+    }.items():
+        try:
+            change()
+        except ValueError as error:
+            wrong[name] = str(error)
+    return losses, wrong, model.groups.size
+
+
+@pytest.mark.parametrize('layout', [Layout(), Layout(tp=2, pp=2), Layout(dp=2, cp=2)], ids=str)
+def test_a_model_from_a_config_trains(layout):
+    for losses, wrong, size in run_ranks(_from_config, layout.world, layout, timeout=120):
+        assert size == layout.world
+        assert losses[-1] < losses[0] - 0.1
+        assert 'tp · pp · cp = 3 · 1 · 1 = 3' in wrong['layout'] or 'groups that Megatron has' in wrong['layout']
+        assert 'must be a TransformerConfig' in wrong['config']
+        assert "no argument 'max_length'; did you mean 'max_sequence_length'" in wrong['keyword']
+
+
+# ---- by name and by address
+
+
+@pytest.mark.parametrize('name', ['grpo', 'GRPO', 'GRPOLoss', 'grpo_loss'])
+def test_losses_go_by_short_names(name):
+    assert type(build_loss(name)) is LOSSES['GRPOLoss']
+
+
+def test_every_loss_and_metric_has_a_short_name():
+    for short, full in {
+        'mse': 'MSELoss', 'chunked_cross_entropy': 'ChunkedCrossEntropyLoss', 'cross-entropy': 'CrossEntropyLoss',
+        'gkd': 'GKDLoss', 'dr_grpo': 'DRGRPOLoss', 'dpo': 'DPOLoss', 'simpo': 'SimPOLoss', 'infonce': 'InfonceLoss',
+    }.items():  # fmt: skip
+        assert type(build_loss(short)).__name__ == full
+    for short, full in {
+        'accuracy': 'Accuracy', 'loss': 'LossMetric', 'train': 'TrainMetric', 'dpo': 'DPOMetric',
+        'completion_reward': 'CompletionRewardMetric', 'embedding': 'EmbeddingMetric',
+    }.items():  # fmt: skip
+        assert type(build_metric(short)).__name__ == full
+    assert len({name.lower() for name in (*LOSSES, *METRICS)}) == len(LOSSES) + len(METRICS)
+    assert set(POLICY) <= set(LOSSES)
+
+
+def test_unknown_names_are_told_the_nearest():
+    with pytest.raises(ValueError, match="'GRPLoss'; did you mean 'GRPOLoss'"):
+        build_loss('GRPLoss')
+    with pytest.raises(ValueError, match="'accurcy'; did you mean 'Accuracy'"):
+        build_metric('accurcy')
+
+
+def _plugged(path):
+    initialize(Layout())
+    model = MegatronModel(wrap(build(GPT)), vocab_size=GPT.vocab_size)
+    model.set_loss(f'file:{path}:Scaled', factor=3.0)
+    model.set_metric(f'file:{path}:Count')
+    out = model.forward_backward(micro_batches(GPT, even(1, 2), 0))
+    counted = model.calculate_metric()
+    model.set_loss('cross_entropy')
+    model.zero_grad()
+    plain = model.forward_backward(micro_batches(GPT, even(1, 2), 0))
+    with pytest.raises(ValueError, match='no_such'):
+        model.set_metric(f'file:{path}:no_such')
+    return out['loss'], plain['loss'], counted, len(model._metrics[True])
+
+
+def test_losses_and_metrics_come_from_a_file(tmp_path):
+    path = tmp_path / 'mine.py'
+    path.write_text(
+        'from twinkle_megatron.loss import Loss\n'
+        'from twinkle_megatron.metric import SUM, Metric\n'
+        'class Scaled(Loss):\n'
+        '    def __init__(self, factor):\n'
+        '        self.factor = factor\n'
+        '    def __call__(self, inputs, outputs, **extra):\n'
+        "        kept = inputs['labels'] != -100\n"
+        "        return {'loss': -self.factor * outputs['logps'].sum(), 'num_tokens': kept.sum()}\n"
+        'class Count(Metric):\n'
+        "    fields = {'calls': SUM}\n"
+        '    def accumulate(self, inputs, outputs, **kwargs):\n'
+        '        self.state.fold(calls=1)\n'
+        '    def figures(self, totals):\n'
+        '        return dict(totals)\n'
+    )
+    loss, plain, counted, metrics = run_ranks(_plugged, 1, path)[0]
+    assert loss == pytest.approx(3 * plain, rel=1e-12)
+    assert counted == {'calls': '2.0000'}
+    assert metrics == 1, 'a set_metric that fails leaves what was there'
