@@ -346,7 +346,7 @@ def test_completion_mask_takes_tokens_out_of_sequences():
 
 
 def test_a_mean_over_something_else_is_refused():
-    with pytest.raises(ValueError, match="over must be 'tokens' or 'sequences', got 'token'"):
+    with pytest.raises(ValueError, match="over must be 'tokens', 'sequences' or 'pairs', got 'token'"):
         TokenBatch.of({'labels': LABELS}).mean(torch.zeros(3, 5), over='token')
     with pytest.raises(ValueError, match="must hold 'labels'"):
         TokenBatch.of({'input_ids': LABELS})

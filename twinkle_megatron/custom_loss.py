@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .batch import Counts
+from .arguments import keywords_of
+from .batch import Counts, TokenBatch
 from .data_format import InputFeature
 from .seen import Pooled, PooledHead, Seen
 
@@ -44,11 +45,28 @@ class Weights(NamedTuple):
         return cls(counts.tokens if per_token else counts.sequences * cp, micro_batches * cp)
 
 
+BATCH = 'batch'
+"""The keyword under which a custom loss that names it gets the `TokenBatch`."""
+
+
+def takes_batch(loss: Callable[..., Any]) -> bool:
+    """Whether a custom loss divides by the global counts itself: it names the keyword `batch`."""
+    return BATCH in keywords_of(loss)
+
+
 def custom_share(
-    loss: Callable[..., Any], inputs: InputFeature, seen: Seen | Pooled, extra: Mapping[str, Any], weights: Weights
+    loss: Callable[..., Any],
+    inputs: InputFeature,
+    seen: Seen | Pooled,
+    extra: Mapping[str, Any],
+    batch: TokenBatch,
+    weights: Weights,
 ) -> Tensor:
-    """What the loss says of a micro-batch as a summand of the global loss. ValueError where it returns something else
-    than a loss of what it was given, or writes to that."""
+    """What the loss says of a micro-batch as a summand of the global loss: as it is, if it was given the `batch` to
+    divide by, else divided by the weights. ValueError where it returns something else than a loss of what it was given,
+    or writes to that."""
+    exact = takes_batch(loss)
+    extra = {**extra, BATCH: batch} if exact else extra
     source, name = seen.source, seen.name
     trains = source.requires_grad and torch.is_grad_enabled()
     version = source._version if isinstance(source, Tensor) else 0
@@ -70,6 +88,8 @@ def custom_share(
             f'a loss must depend on the {name}{" or logps" if name == "logits" else ""} in a way that autograd '
             f'sees, got the constant {value.item():g}; was it detached, or made with .item() or torch.tensor()?'
         )
+    if exact:
+        return value.reshape(())
     return value.reshape(()) / max(weights.of_sum if _is_sum(count) else weights.of_mean, 1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .arguments import keywords_of
 from .batch import Counts, Labelling, TokenBatch, targets_of
 from .batch.targets import IGNORED, TARGETS, WEIGHTS, counted_sequences
-from .custom_loss import Weights, custom_share, overrides_call
+from .custom_loss import BATCH, Weights, custom_share, overrides_call
 from .data_format import InputFeature, ModelOutput
 from .groups import Groups, group_size
 from .loss.base import SweepLoss, sweep_for
@@ -74,15 +74,16 @@ class Evaluation:
         if not self.is_foreign:
             return frozenset()
         named = keywords_of(self.loss)
+        given = set(given) - {BATCH}
         return frozenset(key for key in given if key in named or (named.takes_any and key not in self.extras))
 
     @property
     def over(self) -> str:
         """Of what the loss is a mean: a name in `Counts`."""
-        if isinstance(self.loss, SweepLoss):
-            return self.loss.over
         per_sequence = self.head is not None and self.head.pooling is not None
-        own = self.loss.over if isinstance(self.loss, PooledLoss) else None
+        own = getattr(self.loss, 'over', None)
+        if own is not None and own not in Counts._fields:
+            raise ValueError(f'over must be one of {", ".join(Counts._fields)}, got {own!r}')
         return own or ('sequences' if per_sequence else 'tokens')
 
     @property
@@ -178,7 +179,8 @@ class Evaluation:
                 return self._share(seen.found, targets, counts, number)
             return self.loss.contribution(tokens, seen, targets)
         weights = Weights.of(counts, micro_batches, group_size(self._groups.cp), self.head)
-        return custom_share(self.loss, cast(InputFeature, self._told(batch)), seen, extra, weights)
+        tokens = TokenBatch(batch, batch['labels'], self.ignore_index, counts, self._groups.cp)
+        return custom_share(self.loss, cast(InputFeature, self._told(batch)), seen, extra, tokens, weights)
 
     def _share(self, embeddings: Tensor, targets: Tensor, counts: Counts, number: int) -> Tensor | None:
         """Of a loss over the embeddings of the whole global batch. Where there are several micro-batches it has been

@@ -180,10 +180,14 @@ class MegatronModel:
         which the other keywords are; see `load_plugin`, and docs/plugins.md.
 
         A callable gets this rank's labels in `inputs`, and in `outputs` the `logits` shard, its `vocab_shard` and
-        `logps`; or what a head gives in place of logits. What it needs for each token belongs in `inputs`, where it is
-        split as the tokens are. Its attributes `needs` (names of `TokenStats`), `temperature` and `ignore_index` steer
-        the sweep, where it has them; `reads` ('embeddings', 'values') asks for a head, and `layout` 'groups' says that
-        labels begin groups of sequences, which no micro-batch may cut.
+        `logps`; or what a head gives in place of logits. One that names the keyword `batch` gets a `TokenBatch`, and
+        returns its summand of the loss of the global batch, as `batch.mean(values, over='tokens')` (or 'sequences',
+        'pairs') gives it: such a loss is exact under every layout and split; docs/custom.md has examples. What it needs
+        for each token belongs in `inputs`, where it is split as the tokens are. Its attributes `needs` (names of
+        `TokenStats`), `temperature` and `ignore_index` steer the sweep, where it has them; `reads` ('embeddings',
+        'values') asks for a head, and `layout` 'groups' says that labels begin groups of sequences, which no
+        micro-batch may cut ('interleaved' and 'separated' of pairs); `over`, a name in `batch.Counts`, says how calls
+        weigh that are accumulated before one step.
         """
         hub = {'trust_remote_code': trust_remote_code, 'revision': revision, 'cache_dir': cache_dir}
         if is_address(loss):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import collect_grads, collect_weights
+from gradients import collect_grads, collect_weights, compare
 from invariance import EMPTY_RANK, UNEVEN, even, micro_batches
 from megatron.core.transformer.transformer_config import TransformerConfig
 from policy import LOSSES as POLICY
@@ -25,6 +27,7 @@ from test_model import _trainer
 from tiny_gpt import Layout, build, initialize, wrap
 
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.batch import TokenBatch
 from twinkle_megatron.loss.build import LOSSES, build_loss
 from twinkle_megatron.megatron import cpu
 from twinkle_megatron.metric import LossMetric
@@ -217,6 +220,73 @@ def test_a_model_from_a_config_trains(layout):
         assert 'tp · pp · cp = 3 · 1 · 1 = 3' in wrong['layout'] or 'groups that Megatron has' in wrong['layout']
         assert 'must be a TransformerConfig' in wrong['config']
         assert "no argument 'max_length'; did you mean 'max_sequence_length'" in wrong['keyword']
+
+
+# ---- losses and metrics of one's own
+
+
+def _tutorial():
+    """The classes of docs/custom.md."""
+    names = {}
+    text = (Path(__file__).parents[2] / 'docs' / 'custom.md').read_text()
+    exec('\n'.join(re.findall(r'```python\n(.*?)```', text, re.S)), names)
+    return names
+
+
+def _own(layout, split):
+    initialize(layout)
+    names = _tutorial()
+    model = MegatronModel(wrap(build(GPT)), vocab_size=GPT.vocab_size) if layout == Layout() else None
+    model = model or MegatronModel(wrap(build(GPT, layout)), vocab_size=GPT.vocab_size)
+    model.set_loss(names['Unsure'](sure=0.02))
+    model.set_metric(names['Perplexity'], is_training=True)
+    replica = dist.get_rank(model.groups.dp)
+    rows = [row for micro_batch in split.replicas[replica] for row in micro_batch]
+    weights = torch.tensor([1.0 + row for row in rows], dtype=torch.float64)
+    out = model.forward_backward(micro_batches(GPT, split, replica), weights=weights)
+    return out['loss'], model.metric_values(), collect_grads(model.chunks), out['logps']
+
+
+def _own_formula(logps, labels):
+    """Of whole rows, one by one."""
+    losses = []
+    for row, (logp, label) in enumerate(zip(logps, labels)):
+        kept = label != -100
+        if kept.any():
+            unsure = logp[kept].exp() < 0.02
+            losses.append((1 + row) * (-logp[kept] * unsure).sum() / kept.sum())
+    return (sum(losses) / len(losses)).item()
+
+
+@pytest.mark.parametrize(
+    ('layout', 'split'),
+    [(Layout(tp=2, pp=2), UNEVEN[1]), (Layout(cp=2, dp=2), UNEVEN[2]), (Layout(dp=2), EMPTY_RANK)],
+    ids=str,
+)
+def test_a_loss_that_takes_the_batch_is_exact_under_every_layout_and_split(layout, split):
+    ((loss, metrics, grads, (logps,)),) = run_ranks(_own, 1, Layout(), even(1, 1))
+    (batch,) = micro_batches(GPT, even(1, 1), 0)
+    assert loss == pytest.approx(_own_formula(logps, batch['labels']), rel=1e-12)
+    results = run_ranks(_own, layout.world, layout, split)
+    for other, others, _, _ in results:
+        assert other == pytest.approx(loss, rel=1e-9)
+        assert others == pytest.approx(metrics, rel=1e-9)
+    assert compare([result[2] for result in results], grads).error < 1e-9
+
+
+def test_means_of_a_batch_by_hand():
+    labels = torch.tensor([[1, -100, 2], [-100, -100, -100], [3, 4, 5], [-100, 6, 7]])
+    values = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    batch = TokenBatch.of({'labels': labels})
+    assert batch.mean(values).item() == pytest.approx((0 + 2 + 6 + 7 + 8 + 10 + 11) / 7)
+    assert batch.mean(values, over='sequences').item() == pytest.approx((1 + 7 + 10.5) / 3)
+    assert batch.mean(torch.tensor([1.0, 50.0, 2.0, 3.0]), over='sequences').item() == pytest.approx(2)
+    assert batch.mean(torch.tensor([1.0, 3.0]), over='pairs').item() == pytest.approx(2)
+    nothing = TokenBatch.of({'labels': torch.full((4, 2), -100)})
+    assert nothing.mean(torch.tensor([1.0, 3.0]), over='pairs') == 0
+    for over, wrong in (('pairs', torch.zeros(3)), ('sequences', torch.zeros(3)), ('rows', values)):
+        with pytest.raises(ValueError, match='must be'):
+            batch.mean(wrong, over=over)
 
 
 # ---- by name and by address

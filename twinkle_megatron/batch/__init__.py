@@ -18,15 +18,8 @@ from .extras import (
     split_extra,
 )
 from .micro_batches import as_micro_batches, describe, pad_micro_batch
-from .pairs import (
-    Pairs,
-    check_layout,
-    check_pairs,
-    collated,
-    counted_pairs,
-    pair_counts,
-    split_pairs,
-)
+from .pair_layout import check_layout, check_pairs, counted_pairs, pair_counts, split_pairs
+from .pairs import Pairs, collated
 from .sequences import Packing, packing_of, sequence_ids, shift_labels, spread_out
 from .targets import PER_SEQUENCE, PER_TOKEN_NUMBER, POOLINGS, TOKEN_IDS, Labelling, targets_of, without_labels
 from .tokens import Counts, TokenBatch, trained_labels

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..data_format import InputFeature
 from ..groups import group_size, sum_over
+from .pair_layout import counted_pairs
 from .sequences import inside_sequences, packing_of, sequence_ids
 
 
@@ -124,20 +125,36 @@ class TokenBatch:
         """`per_sequence` `[n]` at each of its tokens, in the shape of `labels`."""
         return per_sequence[self.sequence_ids]
 
-    def mean(self, values: Tensor, over: str = 'tokens') -> Tensor:
+    def mean(self, values: Tensor, over: str = 'tokens', layout: str = 'interleaved') -> Tensor:
         """This rank's summand of a mean over the global batch: summed over micro-batches and ranks it is that mean.
 
         Args:
-            values: per token, in the shape of `labels`. What stands at tokens that do not count is never read.
+            values: per token, in the shape of `labels`; per pair `[p]` for pairs, the same on all context parallel
+                ranks. What stands where nothing counts is never read.
             over: 'tokens': every token weighs the same. 'sequences': the mean over each sequence's tokens, and of these
-                over the sequences that have any.
+                over the sequences that have any; or of `values` `[n]` beside labels `[b, s]`, which all context
+                parallel ranks have alike, the mean over these. 'pairs': the mean over pairs of sequences with any
+                trained token.
+            layout: where the sequences of a pair lie. Inside `MegatronModel` a loss of pairs says so in its attribute
+                `layout`, too, so that no pair is cut and they are counted.
         """
+        if over == 'pairs':
+            real = counted_pairs(self.sequence_tokens, layout)
+            if values.shape != real.shape:
+                raise ValueError(f'values must be one for each of the {len(real)} pairs, got {tuple(values.shape)}')
+            count = real.sum().clamp(min=1) if self.counts is None else max(self.counts.pairs, 1)
+            return torch.where(real, values, 0).sum() / (count * group_size(self.cp))
         if over == 'tokens':
             return torch.where(self.mask, values, 0).sum() / self.tokens
+        if over == 'sequences' and values.dim() == 1 < self.labels.dim():
+            real = self.sequence_tokens > 0
+            if values.shape != real.shape:
+                raise ValueError(f'values must be one for each of the {len(real)} sequences, got {tuple(values.shape)}')
+            return torch.where(real, values, 0).sum() / (self.sequences * group_size(self.cp))
         if over == 'sequences':
             weight = 1 / self.sequence_tokens.clamp(min=1).to(values.dtype)
             return torch.where(self.mask, values * self.spread(weight), 0).sum() / self.sequences
-        raise ValueError(f"over must be 'tokens' or 'sequences', got {over!r}")
+        raise ValueError(f"over must be 'tokens', 'sequences' or 'pairs', got {over!r}")
 
 
 def sum_over_context(x: Tensor, cp: ProcessGroup | None) -> Tensor:

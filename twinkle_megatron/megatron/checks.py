@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..arguments import keywords_of, reject_unknown
+from ..custom_loss import BATCH
 from ..groups import Groups, group_rank, group_size
 from ..loss.base import SweepLoss
 from ..loss.pooled import PooledLoss
@@ -131,6 +132,8 @@ def check_extra(loss: Callable[..., Any], extra: Mapping[str, Any], known: Colle
         reject_unknown(extra, known, f'forward_backward with {type(loss).__name__}')
         return
     named = keywords_of(loss)
+    if BATCH in extra and BATCH in named:
+        raise ValueError(f'{BATCH} is what MegatronModel gives a loss that names it, and no keyword of a call')
     if not named.takes_any:
         name = getattr(loss, '__name__', type(loss).__name__)
         reject_unknown(extra, {*named, *known}, f'the loss {name}')
