@@ -87,6 +87,11 @@ class Evaluation:
         return own or ('sequences' if per_sequence else 'tokens')
 
     @property
+    def per_token(self) -> bool:
+        """Whether there is a result for each token: a log-prob, or a value."""
+        return self.head is None or self.head.pooling is None
+
+    @property
     def couples(self) -> bool:
         """Whether the loss needs sums over the global batch first: those of `first_pass`, as `totals`."""
         return isinstance(self.loss, SweepLoss) and self.loss.couples > 0

@@ -18,7 +18,7 @@ from .megatron.accumulation import Accumulation
 from .megatron.build import build
 from .megatron.engine import NO_EXTRAS, Engine
 from .megatron.optimizer import learning_rate, loss_scaling
-from .megatron.plan import Extras
+from .megatron.plan import Extras, Plan
 from .megatron.schedule import Outcome
 from .megatron.snapshot import Snapshot
 from .megatron.steps import Steps
@@ -34,6 +34,7 @@ class Looked(NamedTuple):
 
     inputs: Any
     micro_batch_size: int | None
+    max_tokens: int | None
     shifted: bool
     kept: list[Seen | Pooled]
     extra: dict[str, Any]
@@ -239,6 +240,7 @@ class MegatronModel:
         inputs: Any,
         micro_batch_size: int | None = None,
         *,
+        max_tokens_per_micro_batch: int | None = None,
         finalize: bool = True,
         shifted: bool = True,
         **extra: Any,
@@ -249,6 +251,12 @@ class MegatronModel:
             inputs: this replica's micro-batches (InputFeature with 2-D tensors `[b, s]`, or one packed row `[1, T]`
                 with `position_ids` or `cu_seqlens`), or samples (1-D), collated by `micro_batch_size`. Labels are
                 shifted already.
+            max_tokens_per_micro_batch: pack samples into rows `[1, T]` of at most so many tokens, in place of
+                `micro_batch_size`; the same on every rank. All replicas make equally many, as many as the one that
+                needs most, and each spreads its own tokens evenly over them; pairs and groups are not cut. Under
+                context parallelism the tokens of a row are those of all CP ranks together, each sample rounded up to a
+                multiple of 2 · cp. Keywords stay in sample order. ValueError for inputs that are not samples, and where
+                a sample, a pair or a group is longer than this.
             finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss.
                 With False they stay local sums until a later call or the step finalises, which saves that much
                 communication.
@@ -263,11 +271,12 @@ class MegatronModel:
         log-prob of each label, one `[b, s]` a micro-batch, in nats, 0 where ignored. With a head in place of the
         vocabulary it is `{'loss': float, 'embeddings': [...]}` `[n, H]`, or 'values' `[n]` or `[b, s]`; its labels are
         one entry a sequence, `[b]` beside `[b, s]`, `[n]` beside a packed row, a number beside a sample; or of values
-        per token a number each. Several calls before one step
-        accumulate the mean over all their tokens (or sequences, or pairs, where the loss is a mean over these; one of
-        several means, as CPO and ORPO, is exact within a call only); these calls must all be means over the same
-        things. A global batch without trained tokens gives 0.0
-        and no gradient.
+        per token a number each. With a budget of tokens there is one tensor a sample in their place, in input order:
+        log-probs or values `[s]`, an embedding `[H]`, or a value.
+
+        Several calls before one step accumulate the mean over all their tokens (or sequences, or pairs, where the loss
+        is a mean over these; one of several means, as CPO and ORPO, is exact within a call only); these calls must all
+        be means over the same things. A global batch without trained tokens gives 0.0 and no gradient.
 
         An error in the data, the loss or a metric on one rank is raised on every rank, naming it, and leaves no
         gradient, of earlier calls neither.
@@ -276,31 +285,44 @@ class MegatronModel:
         evaluation = self._evaluation(training=True)
         with self._accumulation.dropped_on_error():
             given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
-            plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=True)
+            plan = self._engine.plan(
+                inputs, micro_batch_size, given, evaluation, training=True, max_tokens=max_tokens_per_micro_batch
+            )
             items = getattr(plan.counts, evaluation.over)
             if items == 0:
                 if finalize:
                     self._accumulation.ready()  # what earlier calls have left
-                return self._result(self._engine.nothing(plan, evaluation), evaluation)
+                return self._result(self._engine.nothing(plan, evaluation), plan, evaluation)
             with self._accumulation.adding(plan.counts.tokens, items, evaluation.over, finalize) as scale:
                 outcome = self._engine.forward_backward(plan, evaluation, scale, finalize)
-        return self._result(outcome, evaluation)
+        return self._result(outcome, plan, evaluation)
 
     def forward_only(
-        self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True, **extra: Any
+        self,
+        inputs: Any,
+        micro_batch_size: int | None = None,
+        *,
+        max_tokens_per_micro_batch: int | None = None,
+        shifted: bool = True,
+        **extra: Any,
     ) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
         evaluation = self._evaluation(training=False)
         given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
-        plan = self._engine.plan(inputs, micro_batch_size, given, evaluation, training=False)
-        return self._result(self._engine.forward(plan, evaluation), evaluation)
+        plan = self._engine.plan(
+            inputs, micro_batch_size, given, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
+        return self._result(self._engine.forward(plan, evaluation), plan, evaluation)
 
-    def predict(self, inputs: Any, micro_batch_size: int | None = None) -> list[Tensor]:
+    def predict(
+        self, inputs: Any, micro_batch_size: int | None = None, *, max_tokens_per_micro_batch: int | None = None
+    ) -> list[Tensor]:
         """What a head in place of the vocabulary gives, in eval mode, without labels and without a loss.
 
         On the last stage one tensor a micro-batch, of this replica's sequences in input order: embeddings `[n, H]`, or
-        values `[n]` or `[b, s]`; elsewhere none. The head is the one that was set, else that of the loss. Collective:
-        all ranks call it, with the inputs of their own replica.
+        values `[n]` or `[b, s]`; elsewhere none. With `max_tokens_per_micro_batch` (see `forward_backward`) one tensor
+        a sample: `[H]`, a number or `[s]`. The head is the one that was set, else that of the loss. Collective: all
+        ranks call it, with the inputs of their own replica.
         """
         head = self._engine.pooled or self._engine.head_for(self._loss)
         if head is None:
@@ -309,8 +331,10 @@ class MegatronModel:
             )
         evaluation = Evaluation(OutputsAlone(), [], self.groups, self._engine.shard, {}, head)
         unlabelled = without_labels(inputs)
-        plan = self._engine.plan(unlabelled, micro_batch_size, NO_EXTRAS, evaluation, training=False)
-        return self._engine.forward(plan, evaluation).results
+        plan = self._engine.plan(
+            unlabelled, micro_batch_size, NO_EXTRAS, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
+        return plan.as_given(self._engine.forward(plan, evaluation).results, evaluation.per_token)
 
     def reference(
         self, chunks: Any = None, *, adapter_off: Callable[[], Any] | None = None, cache: str | Path | None = None
@@ -357,7 +381,14 @@ class MegatronModel:
         engine = self._engine.beside(chunks, head='linear', vocab_size=vocab_size or min(sizes, default=None))
         return Teacher(engine, self._engine, self._all_evaluations)
 
-    def forward(self, inputs: Any, micro_batch_size: int | None = None, *, shifted: bool = True) -> dict[str, Any]:
+    def forward(
+        self,
+        inputs: Any,
+        micro_batch_size: int | None = None,
+        *,
+        max_tokens_per_micro_batch: int | None = None,
+        shifted: bool = True,
+    ) -> dict[str, Any]:
         """The outputs alone, as the first part of the form in three parts:
 
             model.forward(inputs)
@@ -370,10 +401,12 @@ class MegatronModel:
         one more for `calculate_loss` of a loss that reads logits, a custom one or `GKDLoss`. Collective.
         """
         evaluation = self._evaluation(training=True)
-        plan = self._engine.plan(inputs, micro_batch_size, None, evaluation, training=False)
+        plan = self._engine.plan(
+            inputs, micro_batch_size, None, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
         outcome, kept = self._engine.look(plan, evaluation)
-        self._looked = Looked(inputs, micro_batch_size, shifted, kept, {})
-        found = self._result(outcome, evaluation)
+        self._looked = Looked(inputs, micro_batch_size, max_tokens_per_micro_batch, shifted, kept, {})
+        found = self._result(outcome, plan, evaluation)
         del found['loss']
         return found
 
@@ -383,7 +416,9 @@ class MegatronModel:
         looked = self._needed_look('calculate_loss')
         evaluation = self._evaluation(training=True)
         given = Extras(extra, evaluation.extras, looked.shifted, evaluation.unsaid(extra))
-        plan = self._engine.plan(looked.inputs, looked.micro_batch_size, given, evaluation, training=True)
+        plan = self._engine.plan(
+            looked.inputs, looked.micro_batch_size, given, evaluation, training=True, max_tokens=looked.max_tokens
+        )
         looked = self._looked = looked._replace(extra=extra)
         if getattr(plan.counts, evaluation.over) == 0:
             return 0.0
@@ -394,7 +429,12 @@ class MegatronModel:
         Collective."""
         looked, self._looked = self._needed_look('backward'), None
         self.forward_backward(
-            looked.inputs, looked.micro_batch_size, finalize=finalize, shifted=looked.shifted, **looked.extra
+            looked.inputs,
+            looked.micro_batch_size,
+            max_tokens_per_micro_batch=looked.max_tokens,
+            finalize=finalize,
+            shifted=looked.shifted,
+            **looked.extra,
         )
 
     def _needed_look(self, method: str) -> Looked:
@@ -469,8 +509,9 @@ class MegatronModel:
         return Evaluation(self._needed_loss(), metrics, self.groups, self._engine.shard, {})
 
     @staticmethod
-    def _result(outcome: Outcome, evaluation: Evaluation) -> dict[str, Any]:
-        return {'loss': outcome.loss, 'logps' if evaluation.head is None else evaluation.head.gives: outcome.results}
+    def _result(outcome: Outcome, plan: Plan, evaluation: Evaluation) -> dict[str, Any]:
+        found = plan.as_given(outcome.results, evaluation.per_token)
+        return {'loss': outcome.loss, 'logps' if evaluation.head is None else evaluation.head.gives: found}
 
     def _facts(self) -> dict[str, Any]:
         facts: dict[str, Any] = {

@@ -53,20 +53,25 @@ class Reference:
         self._checked = False
         raise_together(engine.groups, None if self._cache is None else _why_no_cache(self._cache))
 
-    def logps(self, inputs: Any, micro_batch_size: int | None = None) -> list[Tensor]:
+    def logps(
+        self, inputs: Any, micro_batch_size: int | None = None, *, max_tokens_per_micro_batch: int | None = None
+    ) -> list[Tensor]:
         """The log-prob of each label under the reference, nats, at the temperature of the model's loss.
 
-        On the last stage one tensor `[b, s]` a micro-batch, whole sequences, 0 where ignored; elsewhere none, and the
+        On the last stage one tensor `[b, s]` a micro-batch, whole sequences, 0 where ignored, or with
+        `max_tokens_per_micro_batch` (see `MegatronModel.forward_backward`) one `[s]` a sample; elsewhere none, and the
         keywords `ref_logps` and `old_logps` of a call may be empty there. Collective: all ranks call it, with the
         inputs that `forward_backward` gets.
         """
         like = self._like()
         loss = _LogProbs(like.ignore_index, like.temperature, like.labelling.layout)
         evaluation = Evaluation(loss, [], self._engine.groups, self._engine.shard, {})
-        plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
+        plan = self._engine.plan(
+            inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
         if self._cache is None:
-            return self._computed(plan, evaluation)
-        return self._cached(inputs, micro_batch_size, loss, plan, evaluation)
+            return plan.as_given(self._computed(plan, evaluation), per_token=True)
+        return plan.as_given(self._cached(inputs, micro_batch_size, loss, plan, evaluation), per_token=True)
 
     def _computed(self, plan: Plan, evaluation: Evaluation) -> list[Tensor]:
         with ExitStack() as stack:
@@ -89,7 +94,7 @@ class Reference:
         files: list[Path] = []
         found: list[Tensor | None] = []
         try:
-            batches = collated(inputs, micro_batch_size, evaluation.labelling).batches
+            batches = collated(inputs, micro_batch_size, evaluation.labelling, plan.packed).batches
             files = self._files(batches, loss)
             shapes = [item.shape for item in plan.items if not item.is_padding]
             found = [_read(file, shape) for file, shape in zip(files, shapes)]

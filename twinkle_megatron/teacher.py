@@ -29,18 +29,22 @@ class Teacher:
         self._same: bool | None = None
         self._recut: dict[int, Tensor] = {}
 
-    def heads(self, inputs: Any, micro_batch_size: int | None = None) -> list[TeacherHead]:
+    def heads(
+        self, inputs: Any, micro_batch_size: int | None = None, *, max_tokens_per_micro_batch: int | None = None
+    ) -> list[TeacherHead]:
         """The teacher's last hidden states and output layer for each micro-batch, for the keyword `teacher` of a call
         with `GKDLoss` over the same inputs, before which they are let go of.
 
         On the last stage one a micro-batch, of this rank's tokens; elsewhere none. If the teacher's output layer is
         padded in another way than the student's, its weight is cut anew at the first call. Collective: all ranks call
-        it, with the inputs that `forward_backward` gets.
+        it, with the inputs that `forward_backward` gets, cut into the same micro-batches.
         """
         like = self._like()
         collect = _Collect(like.ignore_index, like.labelling.layout)
         evaluation = _HeadsOnly(collect, [], self._engine.groups, self._engine.shard, {})
-        plan = self._engine.plan(inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False)
+        plan = self._engine.plan(
+            inputs, micro_batch_size, NO_EXTRAS, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
         self._engine.forward(plan, evaluation)
         return [self._cut_like_student(*found) for found in collect.found]
 

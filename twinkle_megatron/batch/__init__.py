@@ -3,6 +3,7 @@
 Plain tensors on explicit sizes and groups; nothing here knows Megatron.
 """
 
+from .budget import Packed, in_input_order, pack
 from .checks import check_mask, check_micro_batch, explain_fault, value_faults
 from .context import context_positions, join_context, split_context, zigzag
 from .extras import (
@@ -39,6 +40,7 @@ __all__ = [
     'VECTORS',
     'Counts',
     'Labelling',
+    'Packed',
     'Packing',
     'Pairs',
     'TokenBatch',
@@ -54,7 +56,9 @@ __all__ = [
     'counted_pairs',
     'describe',
     'explain_fault',
+    'in_input_order',
     'join_context',
+    'pack',
     'packing_of',
     'pad_micro_batch',
     'pair_counts',

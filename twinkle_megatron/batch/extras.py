@@ -28,6 +28,7 @@ def align_extras(
     rows: Sequence[WholeRows],
     shifted: bool = True,
     order: Sequence[int] | None = None,
+    pairs: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """The keywords of a call over these micro-batches, one dict a micro-batch.
 
@@ -40,8 +41,8 @@ def align_extras(
 
     where S counts the sequences of the call in order, each one of a packed row by itself. With `shifted` False rows of
     all tokens are aligned with `input_ids` (entry i is of token i) and shifted here. `order` says which samples of the
-    call became the sequences of these rows, where that is not the order in which they were given. ValueError, naming
-    the keyword and the sample, for any other length. None stays None.
+    call became the sequences of these rows, and `pairs` which pairs, where that is not the order in which they were
+    given. ValueError, naming the keyword and the sample, for any other length. None stays None.
 
     What it calls `LOG_PROBS` must not be one number for a sequence that has several trained tokens. `OUTPUTS` is a
     dictionary whose `logps` have such a form, or a list of such, one a micro-batch. `PER_PAIR` is a tensor, an array or
@@ -60,7 +61,7 @@ def align_extras(
         elif kind == VECTORS:
             parts = align_vectors(key, value, rows, shifted, order)
         elif kind == PER_PAIR:
-            split = split_by_pair(key, value, [row.count // 2 for row in rows])
+            split = split_by_pair(key, value, [row.count // 2 for row in rows], pairs)
             parts = [part.to(row.labels.device) for part, row in zip(split, rows)]
         else:  # what stands at ignored tokens may be NaN, and must not get into sums of gradients
             parts = [
@@ -100,8 +101,9 @@ def _log_probs(key: str, value: Any, kind: str) -> Any:
     return value['logps']
 
 
-def split_by_pair(key: str, value: Any, pairs: Sequence[int]) -> list[Tensor]:
-    """One number for each pair of a call, as a float tensor `[p]` for each micro-batch of so many pairs."""
+def split_by_pair(key: str, value: Any, pairs: Sequence[int], order: Sequence[int] | None = None) -> list[Tensor]:
+    """One number for each pair of a call, as a float tensor `[p]` for each micro-batch of so many pairs, which are
+    those of `order`, else in the order given."""
     whole = _as_given(key, value, 'pair')
     if isinstance(whole, list) and all(np.size(item) == 1 for item in whole if not isinstance(item, Tensor)):
         numbers = [_numbers(key, item, i, 'pair') for i, item in enumerate(whole)]
@@ -109,7 +111,8 @@ def split_by_pair(key: str, value: Any, pairs: Sequence[int]) -> list[Tensor]:
     if not isinstance(whole, Tensor) or whole.numel() != sum(pairs):
         got = describe(value) if not isinstance(value, list) else f'a list of {len(value)} entries'
         raise ValueError(f'{key} must be one number for each of the {sum(pairs)} pairs of the call, got {got}')
-    return list(whole.reshape(-1).split(list(pairs)))
+    flat = whole.reshape(-1) if order is None else whole.reshape(-1)[list(order)]
+    return list(flat.split(list(pairs)))
 
 
 def _aligned(key: str, value: Any, rows: Sequence[WholeRows], how: _How) -> list[Tensor]:
@@ -117,12 +120,13 @@ def _aligned(key: str, value: Any, rows: Sequence[WholeRows], how: _How) -> list
     whole = _as_given(key, value)
     sequences = sum(row.count for row in rows)
     if isinstance(whole, Tensor):
+        aligned = len(rows) == 1 and (order is None or rows[0].packing is None)  # else nobody knows the row
         if whole.dim() == 0:
             _check_spread(key, how, rows, 'one number')
             return [row.spread(whole.expand(row.count)) for row in rows]
-        if whole.dim() == 1 and len(rows) == 1 and (1, len(whole)) == rows[0].labels.shape and len(whole) != sequences:
+        if whole.dim() == 1 and aligned and (1, len(whole)) == rows[0].labels.shape and len(whole) != sequences:
             whole = whole[None]  # aligned with 1-D labels, or with those of one packed row
-        if len(rows) == 1 and whole.shape == rows[0].labels.shape and whole.dim() == 2:
+        if aligned and whole.shape == rows[0].labels.shape and whole.dim() == 2:
             return [_on(_unshifted(whole, rows[0]) if not shifted else whole, rows[0])]
         if whole.dim() == 2 and whole.shape[0] == sequences and whole.shape[1] == 1:
             whole = whole[:, 0]
@@ -201,7 +205,8 @@ def _unshifted(value: Tensor, row: WholeRows) -> Tensor:
 def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, how: _How) -> Tensor:
     values = np.zeros(row.trained.size, dtype=np.float64)
     for number, entry in enumerate(entries):
-        flat = _numbers(key, entry, first + number)
+        sample = first + number if how.order is None else how.order[first + number]
+        flat = _numbers(key, entry, sample)
         at = slice(row.starts[number], row.starts[number] + row.lengths[number])
         trained = row.trained[at]
         if flat.size == 1 and (how.spreads or trained.sum() <= 1):
@@ -214,7 +219,7 @@ def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, h
         else:
             one = '1 entry, ' if how.spreads else ''
             raise ValueError(
-                f'{key} of sample {first + number} must have {one}{trained.sum()} (its trained tokens) or '
+                f'{key} of sample {sample} must have {one}{trained.sum()} (its trained tokens) or '
                 f'{trained.size} (all of its tokens), got {flat.size}'
             )
     return torch.from_numpy(values).reshape(row.labels.shape).to(row.labels.device)
@@ -234,14 +239,17 @@ def _numbers(key: str, entry: Any, sample: int, of: str = 'sample') -> np.ndarra
 
 
 def split_extra(
-    extra: Mapping[str, Any], batches: Sequence[Mapping[str, Any]], order: Sequence[int] | None = None
+    extra: Mapping[str, Any],
+    batches: Sequence[Mapping[str, Any]],
+    order: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
 ) -> list[dict[str, Any]]:
     """The keywords of a custom loss, which does not say what they are, one dict a micro-batch.
 
     A tensor, array or list with one entry a sample is split in sample order (`order`: see `align_extras`); anything
-    else goes to every micro-batch.
+    else goes to every micro-batch. `counts` are the samples of each, where they are not its rows.
     """
-    rows = [int(batch['input_ids'].shape[0]) for batch in batches]
+    rows = [int(batch['input_ids'].shape[0]) for batch in batches] if counts is None else counts
     out: list[dict[str, Any]] = [{} for _ in rows]
     for key, value in extra.items():
         sized = isinstance(value, (Tensor, np.ndarray)) and value.ndim > 0

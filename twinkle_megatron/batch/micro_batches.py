@@ -27,13 +27,15 @@ def as_micro_batches(
     micro_batch_size: int | None,
     ignore_index: int = -100,
     sizes: Callable[[list[dict[str, Any]], int], list[int]] | None = None,
+    join: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None,
 ) -> list[dict[str, Any]]:
     """The micro-batches of one call, each with 2-D tensors `[b, s]` under InputFeature's keys; nothing is copied to a
     GPU.
 
     `inputs` is one InputFeature or a list: of micro-batches (2-D values), or of samples (1-D values), which are
     collated into micro-batches of `micro_batch_size` (default `DEFAULT_SIZE`), padded at the end with labels of
-    `ignore_index`; or of so many samples as `sizes` says, given the samples and that size.
+    `ignore_index`; or of so many samples as `sizes` says, given the samples and that size; or by `join`, which makes
+    micro-batches of all of them.
     Lists and numeric numpy arrays become tensors, ids of any integer dtype int64.
     """
     features = [inputs] if isinstance(inputs, Mapping) else inputs
@@ -49,6 +51,8 @@ def as_micro_batches(
     dims = {batch['input_ids'].dim() for batch in batches}
     if dims <= {2}:
         return batches
+    if dims == {1} and join is not None:
+        return join(batches)
     if dims == {1}:
         size = int(micro_batch_size or DEFAULT_SIZE)
         counts = [size] * -(-len(batches) // size) if sizes is None else sizes(batches, size)

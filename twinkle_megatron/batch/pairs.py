@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..groups import group_size
+from .budget import Packed, packed_row
 from .micro_batches import DEFAULT_SIZE, as_micro_batches
 from .pair_layout import counted_pairs, join_pairs, split_pairs
 from .targets import Labelling, group_sizes, targets_apart
@@ -75,16 +76,24 @@ class Pairs:
 
 
 class Collated(NamedTuple):
-    """The micro-batches of a call, and in which order its samples became them; None: in that in which they were
-    given."""
+    """The micro-batches of a call, and in which order its samples and its pairs became them; None: in that in which
+    they were given."""
 
     batches: list[dict[str, Any]]
     order: list[int] | None
+    pairs: list[int] | None = None
 
 
-def collated(inputs: Any, micro_batch_size: int | None, labelling: Labelling) -> Collated:
+def collated(inputs: Any, micro_batch_size: int | None, labelling: Labelling, packed: Packed | None = None) -> Collated:
     """`as_micro_batches`, without cutting pairs or groups where there are such, and with labels that are no ids as
-    `TARGETS` where they are not per token."""
+    `TARGETS` where they are not per token. `packed` samples become the rows that it says."""
+    if packed is not None:
+        samples = targets_apart([inputs] if isinstance(inputs, Mapping) else inputs, labelling.kind)
+
+        def rows(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [packed_row([tensors[i] for i in row], labelling.ignored) for row in packed.rows]
+
+        return Collated(as_micro_batches(samples, None, labelling.ignored, join=rows), packed.order, packed.pairs)
     order = order_of_samples(inputs, micro_batch_size, labelling.layout)
     samples = targets_apart(inputs if order is None else [inputs[i] for i in order], labelling.kind)
     sizes = group_sizes if labelling.in_groups else None

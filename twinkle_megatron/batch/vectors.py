@@ -56,7 +56,8 @@ def align_vectors(
     dtype = next((entry.dtype for entry in entries if entry.numel()), torch.float64)
     out, first = [], 0
     for row in rows:
-        out.append(_by_sequence(key, entries[first : first + row.count], row, first, shifted, dtype))
+        names = list(range(first, first + row.count)) if order is None else order[first : first + row.count]
+        out.append(_by_sequence(key, entries[first : first + row.count], row, names, shifted, dtype))
         first += row.count
     return out
 
@@ -94,7 +95,7 @@ def _matrix(key: str, entry: Any, sample: int) -> Tensor:
 
 
 def _by_sequence(
-    key: str, entries: Sequence[Tensor], row: WholeRows, first: int, shifted: bool, dtype: torch.dtype
+    key: str, entries: Sequence[Tensor], row: WholeRows, names: Sequence[int], shifted: bool, dtype: torch.dtype
 ) -> Tensor:
     width = max([entry.shape[1] for entry in entries] + [1])  # where no token has any, too
     device = row.labels.device
@@ -111,7 +112,7 @@ def _by_sequence(
             mine[:, columns] = aligned[: len(trained)]
         else:
             raise ValueError(
-                f'{key} of sample {first + number} must have {int(trained.sum())} (its trained tokens) or '
+                f'{key} of sample {names[number]} must have {int(trained.sum())} (its trained tokens) or '
                 f'{len(trained)} (all of its tokens) rows, got {len(entry)}'
             )
     return out.view(*row.labels.shape, width)

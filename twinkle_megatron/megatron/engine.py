@@ -110,7 +110,13 @@ class Engine:
         )
 
     def plan(
-        self, inputs: Any, micro_batch_size: int | None, extra: Extras | None, evaluation: Evaluation, training: bool
+        self,
+        inputs: Any,
+        micro_batch_size: int | None,
+        extra: Extras | None,
+        evaluation: Evaluation,
+        training: bool,
+        max_tokens: int | None = None,
     ) -> Plan:
         """See `make_plan`. Keywords are looked at on the last stage alone, where they are used: the other stages need
         not have them. None: they come later."""
@@ -133,6 +139,7 @@ class Engine:
             self._limits,
             evaluation.labelling,
             check=check,
+            max_tokens=max_tokens,
         )
 
     def forward_backward(self, plan: Plan, evaluation: Evaluation, scale: float, sync: bool) -> Outcome:

@@ -60,8 +60,7 @@ class ForwardStep:
     @property
     def per_token(self) -> bool:
         """Whether the results have an entry for each token of this rank."""
-        head = self._evaluation.head
-        return head is None or head.pooling is None
+        return self._evaluation.per_token
 
     def is_hooked(self, model: Any) -> bool:
         return self._groups.is_last_stage and has_loss_hook(model)

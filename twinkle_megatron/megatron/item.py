@@ -12,6 +12,7 @@ from ..batch import (
     PER_SEQUENCE,
     Counts,
     Labelling,
+    Packed,
     Packing,
     counted_pairs,
     explain_fault,
@@ -45,9 +46,14 @@ class Census:
     NaN, sequences of which nothing is pooled, and what else `value_faults` knows."""
 
     def __init__(
-        self, items: Sequence[Item], labelling: Labelling, vocab_size: int | None, max_length: int | None
+        self,
+        items: Sequence[Item],
+        labelling: Labelling,
+        vocab_size: int | None,
+        max_length: int | None,
+        packed: Packed | None = None,
     ) -> None:
-        self._items, self._labelling = items, labelling
+        self._items, self._labelling, self._packed = items, labelling, packed
         self._ignore_index, self._layout = labelling.ignored, labelling.layout
         self._vocab_size, self._max_length = vocab_size, max_length
 
@@ -121,8 +127,13 @@ class Census:
         bad = self._missing(batch, key)
         before = sum(int(item.batch['sequence_tokens'].numel()) for item in self._items[:index])
         if bad.dim() == 1:
-            return ValueError(f'{name} of pair {before // 2 + int(bad.nonzero()[0])} must be a number, got NaN')
+            pair = before // 2 + int(bad.nonzero()[0])
+            if self._packed is not None and self._packed.pairs is not None:
+                pair = self._packed.pairs[pair]
+            return ValueError(f'{name} of pair {pair} must be a number, got NaN')
         sample = before + int(batch['sequence_ids'][bad][0])
+        if self._packed is not None:
+            sample = self._packed.order[sample]
         return ValueError(
             f'{name} of sample {sample} must be numbers at its trained tokens, got NaN '
             f'({int(bad.sum())} in micro-batch {index})'

@@ -15,12 +15,15 @@ from ..batch import (
     PER_PAIR,
     Counts,
     Labelling,
+    Packed,
     Packing,
     WholeRows,
     align_extras,
     check_mask,
     check_micro_batch,
     collated,
+    in_input_order,
+    pack,
     packing_of,
     pad_micro_batch,
     split_extra,
@@ -102,6 +105,14 @@ class Plan:
     """Whether every replica has exactly one."""
     most_tokens: int
     """Tokens of the largest micro-batch of any replica, trained or not, on one context parallel rank."""
+    packed: Packed | None = None
+    """Which samples the packed rows hold that were made by a budget of tokens."""
+
+    def as_given(self, results: list[torch.Tensor], per_token: bool) -> list[torch.Tensor]:
+        """What was found in each micro-batch as the caller gets it: for each sample where these were packed."""
+        if self.packed is None:
+            return results
+        return in_input_order(results, self.packed.rows, self.packed.lengths if per_token else None)
 
 
 def make_plan(
@@ -112,20 +123,26 @@ def make_plan(
     limits: Limits,
     labelling: Labelling,
     check: Callable[[], None] = lambda: None,
+    max_tokens: int | None = None,
 ) -> Plan:
     """Checks the data, counts, and pads what has to be padded. `check` is what else may be wrong on this rank alone.
+    With `max_tokens` samples are packed by that budget, see `pack`; None on one rank is None on all.
 
     Collective over the whole layout: one all-gather of a few numbers, which every rank enters even after an error of
-    its own. Then all ranks raise together.
+    its own. Then all ranks raise together. With `max_tokens` another one before it.
     """
+    packed: Packed | None = None
+    if max_tokens is not None:
+        room = 2 * limits.cp_size if limits.cp_size > 1 else 1
+        packed = pack(inputs, micro_batch_size, max_tokens, labelling, groups, room, limits.legal)
     error: Exception | None = None
     items: list[Item] = []
     census = Census([], labelling, None, None)
     counted = census.row()
     try:
         check()
-        items = _checked(inputs, micro_batch_size, extra, limits, labelling)
-        census = Census(items, labelling, limits.vocab_size, limits.max_length)
+        items = _checked(inputs, micro_batch_size, extra, limits, labelling, packed)
+        census = Census(items, labelling, limits.vocab_size, limits.max_length, packed)
         counted = census.row()
     except Exception as caught:  # raised below, on every rank
         error = caught
@@ -162,6 +179,7 @@ def make_plan(
         micro_batches=int(sum(r[0] for r in seen)),
         one_each=all(r[0] == 1 for r in seen),
         most_tokens=int(max(r[1] * r[2] for r in seen)) // group_size(groups.cp),
+        packed=packed,
     )
 
 
@@ -171,8 +189,9 @@ def _checked(
     extra: Extras,
     limits: Limits,
     labelling: Labelling,
+    packed: Packed | None,
 ) -> list[Item]:
-    batches, order = collated(inputs, micro_batch_size, labelling)
+    batches, order, pairs = collated(inputs, micro_batch_size, labelling, packed)
     ignore_index, layout = labelling.ignored, labelling.layout
     packings, moved = [], []
     for index, batch in enumerate(batches):
@@ -195,8 +214,9 @@ def _checked(
         check_targets(rows, index, labelling)
     said = {key: value for key, value in extra.given.items() if key in extra.kinds}
     constant = {key for key in said if extra.kinds[key] in (CONSTANT, HEADS)}
-    aligned = align_extras(said, extra.kinds, whole, extra.shifted, order)
-    split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order)
+    aligned = align_extras(said, extra.kinds, whole, extra.shifted, order, pairs)
+    counts = None if packed is None else [len(row) for row in packed.rows]
+    split = split_extra({k: v for k, v in extra.given.items() if k in extra.unsaid}, batches, order, counts)
     aligned_with_tokens = sorted(key for key in said if extra.kinds[key] not in (CONSTANT, HEADS, PER_PAIR))
     if aligned_with_tokens and any(columns is not None for columns in moved):
         raise ValueError(
