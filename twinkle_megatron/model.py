@@ -17,6 +17,7 @@ from .megatron import checks
 from .megatron.accumulation import Accumulation
 from .megatron.build import build
 from .megatron.engine import NO_EXTRAS, Engine
+from .megatron.forward_step import Progress
 from .megatron.optimizer import learning_rate, loss_scaling
 from .megatron.plan import Extras, Plan
 from .megatron.schedule import Outcome
@@ -243,6 +244,7 @@ class MegatronModel:
         max_tokens_per_micro_batch: int | None = None,
         finalize: bool = True,
         shifted: bool = True,
+        progress: Progress | None = None,
         **extra: Any,
     ) -> dict[str, Any]:
         """Accumulates the gradient of the mean loss over this call's global batch.
@@ -260,6 +262,8 @@ class MegatronModel:
             finalize: reduce the gradients now, so that `main_grad` (or `grad` without DDP) is that of the global loss.
                 With False they stay local sums until a later call or the step finalises, which saves that much
                 communication.
+            progress: called as `progress(done, count)` after each of this rank's micro-batches has passed its chunks
+                forward, for a progress bar; on every rank where it is given. A first pass does not count.
             shifted: whether keywords with an entry for every token are aligned with the labels; False: with
                 `input_ids`.
             extra: keywords of the loss and the metrics, for the whole call in sample order (a sample is a sequence,
@@ -294,7 +298,7 @@ class MegatronModel:
                     self._accumulation.ready()  # what earlier calls have left
                 return self._result(self._engine.nothing(plan, evaluation), plan, evaluation)
             with self._accumulation.adding(plan.counts.tokens, items, evaluation.over, finalize) as scale:
-                outcome = self._engine.forward_backward(plan, evaluation, scale, finalize)
+                outcome = self._engine.forward_backward(plan, evaluation, scale, finalize, progress)
         return self._result(outcome, plan, evaluation)
 
     def forward_only(
@@ -304,6 +308,7 @@ class MegatronModel:
         *,
         max_tokens_per_micro_batch: int | None = None,
         shifted: bool = True,
+        progress: Progress | None = None,
         **extra: Any,
     ) -> dict[str, Any]:
         """`forward_backward` without gradients, in eval mode, for the metrics of evaluation."""
@@ -312,7 +317,7 @@ class MegatronModel:
         plan = self._engine.plan(
             inputs, micro_batch_size, given, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
         )
-        return self._result(self._engine.forward(plan, evaluation), plan, evaluation)
+        return self._result(self._engine.forward(plan, evaluation, progress), plan, evaluation)
 
     def predict(
         self, inputs: Any, micro_batch_size: int | None = None, *, max_tokens_per_micro_batch: int | None = None

@@ -141,6 +141,37 @@ def test_the_parts_have_an_order():
     assert second.startswith('backward must be called after forward(inputs)')
 
 
+# ---- progress
+
+
+def _progress(layout, breaks):
+    initialize(layout)
+    model = MegatronModel(wrap(build(GPT, layout)), vocab_size=GPT.vocab_size)
+    model.set_loss('cross_entropy')
+    batches = micro_batches(GPT, EMPTY_RANK if layout.dp == 2 else UNEVEN[1], dist.get_rank(model.groups.dp))
+    told, evaluated = [], []
+
+    def progress(done, count):
+        told.append((done, count))
+        if breaks and dist.get_rank() == 1:
+            raise BrokenPipeError('nobody looks')
+
+    model.forward_backward(batches, progress=progress)
+    model.forward_only(batches, progress=lambda *at: evaluated.append(at))
+    return told, evaluated, len(batches)
+
+
+@pytest.mark.parametrize('layout', [Layout(), Layout(pp=2, vpp=2, dp=2)], ids=str)
+def test_progress_is_told_of_every_micro_batch(layout):
+    for told, evaluated, count in run_ranks(_progress, layout.world, layout, False):
+        assert told == evaluated == [(i + 1, count) for i in range(count)]
+
+
+def test_a_progress_bar_that_fails_ends_all_ranks():
+    for outcome in run_ranks(_progress, 2, Layout(pp=2), True, collect_errors=True, timeout=60):
+        assert outcome.error == 'BrokenPipeError'
+
+
 # ---- steps in halves
 
 

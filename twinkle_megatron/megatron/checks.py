@@ -15,6 +15,7 @@ from ..loss.base import SweepLoss
 from ..loss.pooled import PooledLoss
 from ..vocab_parallel import VocabShard
 from . import cpu
+from .forward_step import unwrapped
 from .optimizer import is_megatron
 from .schedule import is_ddp
 
@@ -23,11 +24,7 @@ def unwrap(chunks: Sequence[Any]) -> tuple[list[Any], Any]:
     """The chunks without DDP and mixed-precision wrappers, and their TransformerConfig. ValueError without one."""
     if not chunks:
         raise ValueError('chunks must hold at least one model chunk, got none')
-    models = []
-    for chunk in chunks:
-        while hasattr(chunk, 'module') and callable(getattr(chunk.module, 'forward', None)):
-            chunk = chunk.module
-        models.append(chunk)
+    models = [unwrapped(chunk) for chunk in chunks]
     config = getattr(chunks[0], 'config', None) or getattr(models[0], 'config', None)
     if config is None or not hasattr(config, 'finalize_model_grads_func'):
         raise ValueError(

@@ -14,6 +14,7 @@ from ..seen import Pooled, PooledHead, Seen
 from ..vocab_parallel import VocabShard
 from . import checks
 from .embedding import EmbeddingHead, ScalarHead, value_head_of
+from .forward_step import Progress
 from .head_choice import HeadChoice
 from .heads import TakeHead, check_no_hook, head_taken
 from .plan import Extras, Limits, Plan, make_plan
@@ -142,19 +143,23 @@ class Engine:
             max_tokens=max_tokens,
         )
 
-    def forward_backward(self, plan: Plan, evaluation: Evaluation, scale: float, sync: bool) -> Outcome:
+    def forward_backward(
+        self, plan: Plan, evaluation: Evaluation, scale: float, sync: bool, progress: Progress | None = None
+    ) -> Outcome:
         """Adds `scale` times the gradient of the global loss; see `Runner.run`."""
         take_head = self._head_for(plan, evaluation, training=True)
-        return self.runner.run(plan, evaluation, training=True, scale=scale, sync=sync, take_head=take_head)
+        return self.runner.run(
+            plan, evaluation, training=True, scale=scale, sync=sync, take_head=take_head, progress=progress
+        )
 
     @torch.no_grad()
-    def forward(self, plan: Plan, evaluation: Evaluation) -> Outcome:
+    def forward(self, plan: Plan, evaluation: Evaluation, progress: Progress | None = None) -> Outcome:
         """In eval mode, without gradients."""
         if not plan.items:
             return self.nothing(plan, evaluation)
         with _eval_mode(self.chunks):
             take_head = self._head_for(plan, evaluation, training=False)
-            return self.runner.run(plan, evaluation, training=False, take_head=take_head)
+            return self.runner.run(plan, evaluation, training=False, take_head=take_head, progress=progress)
 
     def look(self, plan: Plan, evaluation: Evaluation) -> tuple[Outcome, list[Seen | Pooled]]:
         """The outputs in the mode that the chunks are in, and what the loss can be computed from."""

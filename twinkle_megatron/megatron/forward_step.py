@@ -21,6 +21,9 @@ from .lazy_logits import LazyLogits
 from .plan import Plan
 from .together import Together
 
+Progress = Callable[[int, int], None]
+"""(micro-batches done, micro-batches of this rank)."""
+
 
 class ForwardStep:
     """Megatron's `forward_step_func` for the micro-batches of one plan, with what this rank finds on the way.
@@ -39,6 +42,7 @@ class ForwardStep:
         plan: Plan,
         evaluation: Evaluation,
         factor: float,
+        progress: Progress | None = None,
     ) -> None:
         self.plan = plan
         self.error: Exception | None = None
@@ -53,6 +57,7 @@ class ForwardStep:
         self._last_model = models[-1]
         self._idle = idle_parameters(models[-1], evaluation.head) if groups.is_last_stage else []
         self._number = 0
+        self._progress, self._passed = progress, 0
         self._local: dict[str, Any] = {}
         self._seen: Seen | Pooled | None = None
         self._swept = False
@@ -71,7 +76,19 @@ class ForwardStep:
         local = self._slice(item)
         self._seen, self._swept, self._local = None, False, local
         output = chunk(**self._arguments(item, local))
+        self._tell_progress(item, chunk)
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
+
+    def _tell_progress(self, item: Item, chunk: Any) -> None:
+        """After each real micro-batch has passed the last chunk of this rank."""
+        if self._progress is None or item.is_padding or unwrapped(chunk) is not self._last_model:
+            return
+        self._passed += 1
+        total = sum(not one.is_padding for one in self.plan.items)
+        try:
+            self._progress(self._passed, total)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = self.error or error
 
     @torch.no_grad()
     def revisit(self, item: Item, seen: Seen | Pooled) -> None:
@@ -213,6 +230,13 @@ def _without_added_rows(local: dict[str, Any], seen: Seen | Pooled, rows: int) -
         return local, seen
     own = {k: v[:rows] if isinstance(v, Tensor) and v.shape[:1] == shape[:1] else v for k, v in local.items()}
     return own, seen.first_rows(rows)
+
+
+def unwrapped(chunk: Any) -> Any:
+    """The chunk without DDP and mixed-precision wrappers."""
+    while hasattr(chunk, 'module') and callable(getattr(chunk.module, 'forward', None)):
+        chunk = chunk.module
+    return chunk
 
 
 def device_of(model: Any) -> torch.device:

@@ -26,7 +26,7 @@ from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_toge
 from ..loss.infonce import Coupled
 from ..seen import Pooled, Seen
 from ..vocab_parallel import labels
-from .forward_step import ForwardStep, device_of
+from .forward_step import ForwardStep, Progress, device_of
 from .heads import TakeHead, logits_taken
 from .plan import Plan
 from .randomness import same_random_numbers
@@ -94,6 +94,7 @@ class Runner:
         scale: float = 1.0,
         sync: bool = False,
         take_head: TakeHead = logits_taken,
+        progress: Progress | None = None,
     ) -> Outcome:
         """Forward, and backward when training, of every micro-batch of the plan.
 
@@ -102,7 +103,8 @@ class Runner:
         head threw on one rank is raised on all of them after the schedule has ended, with the gradients zeroed.
         Collectives: Megatron's, and one all-gather over the layout.
         """
-        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, self._factor(plan, scale))
+        factor = self._factor(plan, scale)
+        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, factor, progress)
         self._schedule(call, training, sync, take_head)
         (loss,) = self._agree(call, training, sync)
         if training and sync:
