@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from .loss.build import build_loss
 from .megatron import checks
 from .megatron.accumulation import Accumulation
 from .megatron.build import build
+from .megatron.checkpoint import Training, load_checkpoint, save_checkpoint
 from .megatron.engine import NO_EXTRAS, Engine
 from .megatron.forward_step import Progress
 from .megatron.optimizer import learning_rate, loss_scaling
@@ -95,6 +96,9 @@ class MegatronModel:
         )
         self.chunks, self.config, self.vocab_size = self._engine.chunks, self._engine.config, self._engine.vocab_size
         self._accumulation = Accumulation(self._engine.runner)
+        self._training = Training(
+            self.chunks, self._engine.models, self.groups, self.optimizer, self.scheduler, vocab_size
+        )
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
         self._stepping = Steps(optimizer, scheduler, self._engine, self._accumulation, self.groups, self._tell_step)
@@ -481,6 +485,44 @@ class MegatronModel:
     def zero_grad(self) -> None:
         """Forgets the accumulated gradients."""
         self._stepping.zero_grad()
+
+    def save(self, folder: str | Path, *, state: Mapping[str, Any] | None = None, keep: int | None = None) -> Path:
+        """Saves weights, optimizer, scheduler, random numbers and the count of steps as a folder of this step in
+        `folder`, on a file system that all ranks share, and returns it.
+
+        A save that is interrupted leaves the earlier ones as they are. What metrics have accumulated is not saved, nor
+        are the weights of a `reference`.
+
+        Args:
+            state: more to be kept, such as the position in the data: numbers, strings, tensors, and lists and dicts of
+                them; that of rank 0.
+            keep: afterwards only the last so many are kept; None: all.
+
+        Collective. ValueError where gradients are accumulated, which are not saved: step first, or `zero_grad`.
+        """
+        if self._accumulation.holds_gradients:
+            raise ValueError('save must be called between steps: gradients are accumulated; step, or zero_grad, first')
+        own = {'calls': self._calls, 'grad_norm': self._stepping.grad_norm, 'of_caller': dict(state or {})}
+        return save_checkpoint(folder, self._training, step=self._stepping.count, state=own, keep=keep)
+
+    def load(self, folder: str | Path, *, step: int | None = None, weights_only: bool = False) -> dict[str, Any]:
+        """Loads what `save` has saved in `folder`, and returns its `state`, with the number of its 'step'.
+
+        In the same layout training goes on to the bit; in another one to rounding, with other random numbers. Gradients
+        are zeroed.
+
+        Args:
+            step: which one; None: the last complete one.
+            weights_only: leave optimizer, scheduler, random numbers and the count of steps as they are.
+
+        Collective. ValueError, on every rank, where there is none, or that of another model.
+        """
+        self.zero_grad()
+        found = load_checkpoint(folder, self._training, step=step, weights_only=weights_only)
+        if not weights_only:
+            self._calls = int(found['calls'])
+            self._stepping.count, self._stepping.grad_norm = int(found['step']), found['grad_norm']
+        return {**found['of_caller'], 'step': found['step']}
 
     def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:
         """What the metrics of training (or of evaluation) say, for display, the same on every rank; resets them."""

@@ -212,6 +212,47 @@ def test_clip_and_step_in_halves_is_clip_grad_and_step(layout, dtype, ddp):
             assert torch.equal(part.tensor, those[name].tensor), name
 
 
+# ---- saved and loaded
+
+
+def _resumed(layout, folder, ddp):
+    """Weights after four steps, and after two, a save, a load into another model, and two more."""
+    spec = dataclasses.replace(GPT, dtype=torch.float32, config={'hidden_dropout': 0.1})
+    model = _trainer(spec, layout, ddp)
+    batches = micro_batches(GPT, UNEVEN[layout.dp], dist.get_rank(model.groups.dp))
+
+    def steps(model, count):
+        for _ in range(count):
+            model.forward_backward(batches)
+            model.clip_grad_and_step()
+
+    steps(model, 2)
+    path = model.save(folder, state={'position': 7}, keep=1)
+    model.forward_backward(batches)
+    with pytest.raises(ValueError, match='between steps'):
+        model.save(folder)
+    model.zero_grad()
+    model.load(folder)  # the random numbers of the step that was thrown away
+    steps(model, 2)
+    other = _trainer(spec, layout, ddp)
+    state = other.load(folder)
+    steps(other, 2)
+    weights = [collect_weights(each.chunks) for each in (model, other)]
+    equal = all(torch.equal(part.tensor, weights[1][name].tensor) for name, part in weights[0].items())
+    return equal, state, path.name, [each.calculate_metric()['iters'] for each in (model, other)]
+
+
+@pytest.mark.parametrize(
+    ('layout', 'ddp'), [(Layout(tp=2), {}), (Layout(dp=2), {'distributed_optimizer': True})], ids=str
+)
+def test_a_model_that_was_saved_goes_on_to_the_bit(layout, ddp, tmp_path):
+    for equal, state, name, iterations in run_ranks(_resumed, 2, layout, tmp_path, ddp, timeout=120):
+        assert equal
+        assert state == {'position': 7, 'step': 2}
+        assert name == 'step-00000002'
+        assert iterations == [4, 4]
+
+
 # ---- from a config
 
 

@@ -10,7 +10,9 @@ from pooled import ALL, EVERY, GROUPS, KINDS, LENGTH, SIDES, SPLITS, reference, 
 from ranks import run_ranks
 from tiny_gpt import Layout, Spec
 
-GPT = Spec(vocab_size=62, pad_vocab_to=4)
+GPT = Spec(vocab_size=62, pad_vocab_to=4, layers=2)
+DEEP = Spec(vocab_size=62, pad_vocab_to=4)
+"""A layer for each of four virtual stages."""
 LENGTHS = [length for group in GROUPS for length in group]
 
 
@@ -81,8 +83,8 @@ def test_four_replicas_one_of_which_may_be_empty(split):
 
 
 def test_the_interleaved_schedule_and_tied_embeddings():
-    run_case(Layout(pp=2, vpp=2, dp=2), SPLITS['uneven', 2], 'packed')
-    tied = Spec(vocab_size=62, pad_vocab_to=4, tied=True)
+    run_case(Layout(pp=2, vpp=2, dp=2), SPLITS['uneven', 2], 'packed', spec=DEEP)
+    tied = Spec(vocab_size=62, pad_vocab_to=4, layers=2, tied=True)
     run_case(Layout(tp=2, pp=2), SPLITS['uneven', 1], 'left', spec=tied)
 
 

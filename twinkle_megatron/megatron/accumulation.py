@@ -57,6 +57,11 @@ class Accumulation:
         if sync:
             self._close()
 
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether there were calls since the last step."""
+        return self._weight > 0
+
     def ready(self) -> bool:
         """Finalises what calls left unfinalised; False if there is nothing to step on. Collective over the layout."""
         if self._weight == 0:
