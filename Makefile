@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu lint format bench venv clean
+.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu lint format bench docs venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -73,9 +73,15 @@ bench: venv ## time and memory beside Megatron-Core: of the loss, of the linear 
 	@$(python) benchmarks/sequences.py
 	@$(python) benchmarks/divergence.py
 
+docs: venv ## build the documentation into site/; a warning is an error
+	@$(python) -c 'import material' 2>/dev/null || \
+		$(python) -m pip install --quiet --no-input --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --strict --quiet
+	@echo 'open site/index.html'
+
 venv: ## set up .venv with this package and what it is tested with
 	@PYTHON="$${PYTHON:-}" .ci/venv
 
 clean: ## remove .venv and all that tools left; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
