@@ -96,12 +96,10 @@ class MegatronModel:
         )
         self.chunks, self.config, self.vocab_size = self._engine.chunks, self._engine.config, self._engine.vocab_size
         self._accumulation = Accumulation(self._engine.runner)
-        self._training = Training(
-            self.chunks, self._engine.models, self.groups, self.optimizer, self.scheduler, vocab_size
-        )
+        self._given_vocab_size = vocab_size
         self._loss: Callable[..., Any] | None = None
         self._metrics: dict[bool, list[Metric]] = {True: [], False: []}
-        self._stepping = Steps(optimizer, scheduler, self._engine, self._accumulation, self.groups, self._tell_step)
+        self._stepping = Steps(self, self._engine, self._accumulation, self.groups, self._tell_step)
         self._calls = 0
         self._looked: Looked | None = None
 
@@ -503,7 +501,7 @@ class MegatronModel:
         if self._accumulation.holds_gradients:
             raise ValueError('save must be called between steps: gradients are accumulated; step, or zero_grad, first')
         own = {'calls': self._calls, 'grad_norm': self._stepping.grad_norm, 'of_caller': dict(state or {})}
-        return save_checkpoint(folder, self._training, step=self._stepping.count, state=own, keep=keep)
+        return save_checkpoint(folder, self._training(), step=self._stepping.count, state=own, keep=keep)
 
     def load(self, folder: str | Path, *, step: int | None = None, weights_only: bool = False) -> dict[str, Any]:
         """Loads what `save` has saved in `folder`, and returns its `state`, with the number of its 'step'.
@@ -518,11 +516,17 @@ class MegatronModel:
         Collective. ValueError, on every rank, where there is none, or that of another model.
         """
         self.zero_grad()
-        found = load_checkpoint(folder, self._training, step=step, weights_only=weights_only)
+        found = load_checkpoint(folder, self._training(), step=step, weights_only=weights_only)
         if not weights_only:
             self._calls = int(found['calls'])
             self._stepping.count, self._stepping.grad_norm = int(found['step']), found['grad_norm']
         return {**found['of_caller'], 'step': found['step']}
+
+    def _training(self) -> Training:
+        """What a checkpoint holds of this rank."""
+        return Training(
+            self.chunks, self._engine.models, self.groups, self.optimizer, self.scheduler, self._given_vocab_size
+        )
 
     def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:
         """What the metrics of training (or of evaluation) say, for display, the same on every rank; resets them."""

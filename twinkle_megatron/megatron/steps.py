@@ -16,25 +16,29 @@ class Steps:
     """Clips, steps and advances the scheduler.
 
     Args:
+        owner: has `optimizer` and `scheduler`, which may be set anew at any time.
         told: called after each step with the learning rate that it was taken at, its number from 1 and the norm of the
             gradient before clipping.
     """
 
     def __init__(
         self,
-        optimizer: Any,
-        scheduler: Any,
+        owner: Any,
         engine: Engine,
         accumulation: Accumulation,
         groups: Groups,
         told: Callable[[Any, int, float | None], None],
     ) -> None:
-        self._optimizer, self._scheduler, self._groups = optimizer, scheduler, groups
+        self._owner, self._groups = owner, groups
         self._models, self._accumulation, self._told = engine.models, accumulation, told
         self.count = 0
         self.grad_norm: float | None = None
         self._clipped: Clipped | None = None
         self._taken = False
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._owner.optimizer
 
     def clip(self, max_norm: float | None) -> float | None:
         """See `MegatronModel.clip_grad_norm`."""
@@ -60,7 +64,7 @@ class Steps:
     def advance(self) -> None:
         """See `MegatronModel.lr_step`."""
         if self._taken:
-            checks.step_scheduler(self._scheduler)
+            checks.step_scheduler(self._owner.scheduler)
 
     def whole(self, max_norm: float | None) -> float | None:
         """See `MegatronModel.clip_grad_and_step`."""
