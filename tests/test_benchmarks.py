@@ -23,8 +23,13 @@ ROWS = {
     ('name', 'options', 'dtypes'),
     [
         ('token_stats', ['--dtype', 'bfloat16'], []),
-        ('linear_head', ['--hidden', '16', '--dtype', 'bfloat16', 'float32'], ['bfloat16', 'float32']),
-        ('divergence', ['--hidden', '16', '--dtype', 'bfloat16'], []),
+        pytest.param(
+            'linear_head',
+            ['--hidden', '16', '--dtype', 'bfloat16', 'float32'],
+            ['bfloat16', 'float32'],
+            marks=pytest.mark.long,
+        ),
+        pytest.param('divergence', ['--hidden', '16', '--dtype', 'bfloat16'], [], marks=pytest.mark.long),
     ],
 )
 def test_benchmark_prints_its_table_and_writes_its_figures(name, options, dtypes, tmp_path):

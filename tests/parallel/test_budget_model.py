@@ -151,7 +151,7 @@ NAMES += ['plain', 'blocks', 'reward', 'value']
     [
         (Layout(), True),
         (Layout(dp=2), False),
-        (Layout(pp=2), True),
+        pytest.param(Layout(pp=2), True, marks=pytest.mark.long),
         (Layout(cp=2), False),
         (Layout(tp=2, sp=True), True),
         (Layout(pp=2, vpp=2, dp=2), True),

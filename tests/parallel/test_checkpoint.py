@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import queue
@@ -44,13 +43,10 @@ MEGATRONS_QUEUE = getattr(filesystem_async, QUEUE)
 
 @pytest.fixture(scope='module', autouse=True)
 def _faster():
-    """Megatron starts a process for a queue that only saves in the background need, a second or two for each rank; and
-    its distributed optimizer collects garbage, which in a rank looks through all that the parent has imported."""
+    """Megatron starts a process for a queue that only saves in the background need, a second or two for each rank."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filesystem_async, QUEUE, lambda *_, **__: queue.Queue())
-        gc.freeze()
         yield
-        gc.unfreeze()
 
 
 def trainer(spec, layout, ddp=None, seed=1234, optimizer=True, scheduler=True, head=False):
