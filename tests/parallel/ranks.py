@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import gc
 import io
 import multiprocessing
 import os
@@ -92,7 +91,6 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
     started = context.Event()
     all_started = context.Barrier(n, action=started.set)
     ranks = []
-    gc.freeze()  # what the ranks share with this process stays shared: their collections do not write to it
     try:
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []
@@ -104,7 +102,6 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
         readers = [reader for reader, _ in pipes]
         outcomes = _collect(readers, ranks, started, folder, timeout, collect_errors)
     finally:
-        gc.unfreeze()
         _end(ranks)
         for reader, _ in pipes:
             reader.close()

@@ -1,6 +1,6 @@
 """Checkpoints: training goes on to the bit, in another layout to rounding, and whatever ends a save loses nothing."""
 
-from __future__ import annotations
+from __future__ import gc
 
 import dataclasses
 import json
@@ -43,10 +43,13 @@ MEGATRONS_QUEUE = getattr(filesystem_async, QUEUE)
 
 @pytest.fixture(scope='module', autouse=True)
 def _faster():
-    """Megatron starts a process for a queue that only saves in the background need, a second or two for each rank."""
+    """Megatron starts a process for a queue that only saves in the background need, a second or two for each rank; and
+    its distributed optimizer collects garbage, which in a rank looks through all that the parent has imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filesystem_async, QUEUE, lambda *_, **__: queue.Queue())
+        gc.freeze()
         yield
+        gc.unfreeze()
 
 
 def trainer(spec, layout, ddp=None, seed=1234, optimizer=True, scheduler=True, head=False):
