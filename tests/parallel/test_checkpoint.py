@@ -1,8 +1,9 @@
 """Checkpoints: training goes on to the bit, in another layout to rounding, and whatever ends a save loses nothing."""
 
-from __future__ import gc
+from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import queue
