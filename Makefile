@@ -60,7 +60,7 @@ test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
 lint: venv ## lint, format and type checks
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
-	@.venv/bin/shellcheck launch/local.sh .ci/run .ci/venv
+	@.venv/bin/shellcheck launch/local.sh patches/apply.sh .ci/run .ci/venv
 	@$(python) -m pyright --pythonpath $(python)
 
 format: venv ## write the format that lint asks for

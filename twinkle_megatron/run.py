@@ -9,29 +9,18 @@ See `attach` for what the loss may be, and docs/megatron-lm.md.
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
-import functools
-import importlib
-import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import above_0
-from .attach import HEADS, Attached, attach, made_loss, made_metrics
-from .groups import Groups
+from .attach_options import Wanted, add_options, wanted
+from .reporter import Reporter, patched
 
 PROGRAM = 'python -m twinkle_megatron.run'
-SCHEDULES = (
-    'forward_backward_no_pipelining',
-    'forward_backward_pipelining_without_interleaving',
-    'forward_backward_pipelining_with_interleaving',
-)
-"""What `get_forward_backward_func` chooses from, in megatron.core.pipeline_parallel.schedules, whoever imported it."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +29,7 @@ class Options:
 
     script: str
     arguments: tuple[str, ...]
-    loss: str
-    init: dict[str, Any]
-    metrics: tuple[str, ...]
-    vocab_size: int | None
-    head: str
-    every: int
+    wanted: Wanted
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f'{PROGRAM}: error: {error}', file=sys.stderr)
         return 2
     with _started_by_itself(options):
-        reporter = Reporter(options)
+        reporter = Reporter(lambda: options.wanted)
         with patched(reporter):
             try:
                 runpy.run_path(options.script, run_name='__main__')
@@ -79,14 +63,9 @@ def parse(argv: Sequence[str]) -> Options:
     script, *arguments = argv[at + 1 :]
     if not os.path.isfile(script):
         raise ValueError(f'there is no script {script!r} in {os.getcwd()}')
-    above_0('--every', own.every)
-    if own.vocab_size is not None:
-        above_0('--vocab-size', own.vocab_size)
-    init = dict(map(_loss_argument, own.loss_arg))
-    metrics = tuple(name.strip() for name in own.metrics.split(',') if name.strip())
-    made_loss(own.loss, init)
-    made_metrics(metrics, Groups())
-    return Options(script, tuple(arguments), own.loss, init, metrics, own.vocab_size, own.head, own.every)
+    asked = wanted(own, '--')
+    assert asked is not None
+    return Options(script, tuple(arguments), asked)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,139 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         '--loss-arg label_smoothing=0.1 --metrics accuracy,loss -- pretrain_gpt.py --num-layers 24 ...',
         allow_abbrev=False,
     )
-    parser.add_argument('--loss', default='cross_entropy', help='name of a mean of per-token losses (%(default)s)')
-    parser.add_argument(
-        '--loss-arg',
-        action='append',
-        default=[],
-        metavar='NAME=VALUE',
-        help='an argument of the loss, such as label_smoothing=0.1; may be given several times',
-    )
-    parser.add_argument(
-        '--metrics', default='', metavar='NAME,...', help='accuracy, loss: printed for training and for evaluation'
-    )
-    parser.add_argument(
-        '--vocab-size',
-        type=int,
-        metavar='N',
-        help="the tokenizer's; ids past it take no probability (default: the model's padded one, as without this)",
-    )
-    parser.add_argument(
-        '--head', choices=HEADS, default='logits', help="'linear' never builds the logits (%(default)s)"
-    )
-    parser.add_argument(
-        '--every', type=int, default=100, metavar='N', help='iterations between two reports (%(default)s)'
-    )
+    add_options(parser, '--', 'cross_entropy')
     return parser
-
-
-def _loss_argument(given: str) -> tuple[str, Any]:
-    name, equals, value = given.partition('=')
-    if not equals or not name.isidentifier():
-        raise ValueError(f'--loss-arg must be NAME=VALUE, such as label_smoothing=0.1, got {given!r}')
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
-
-
-class Reporter:
-    """Attaches to every model before its first forward, and prints the metrics.
-
-    An iteration is one call of a schedule with gradients. Where Megatron-LM's `megatron.training` is in use, iterations
-    have its numbers, and the figures go to its TensorBoard writer as `twinkle/NAME` and `twinkle/NAME validation`.
-    """
-
-    def __init__(self, options: Options) -> None:
-        self._options = options
-        self._attached: Attached | None = None
-        self._done = 0
-        self._open = {True: False, False: False}
-        """Whether there is something to tell of training, of evaluation."""
-
-    def around(self, schedule: Callable[..., Any], call: dict[str, Any]) -> Any:
-        """One call of a schedule."""
-        training = not call.get('forward_only', False)
-        self._attach(call['model'])
-        if training:
-            self._report(False)
-        result = schedule(**call)
-        self._open[training] = True
-        if training:
-            self._done = _own_number() or self._done + 1
-            assert self._attached is not None
-            self._attached.on_step(step=self._done, gradient_accumulation_steps=1)
-            if self._done % self._options.every == 0:
-                self._report(True)
-        return result
-
-    def finish(self) -> None:
-        """Tells what has not been told, if the groups are still there."""
-        import torch.distributed as dist
-
-        if dist.is_initialized():
-            self._report(True)
-            self._report(False)
-
-    def _attach(self, models: Any) -> None:
-        own = self._options
-        for model in models if isinstance(models, (list, tuple)) else [models]:
-            self._attached = attach(model, own.loss, own.metrics, vocab_size=own.vocab_size, head=own.head, **own.init)
-
-    def _report(self, training: bool) -> None:
-        """Collective."""
-        if not self._open[training] or self._attached is None:
-            return
-        self._open[training] = False
-        values = self._attached.values(training)
-        shown = self._attached.calculate(training)
-        if shown and self._attached.owns_output:
-            what = 'iteration' if training else 'evaluation at iteration'
-            figures = ' '.join(f'{name} {value}' for name, value in shown.items())
-            print(f'twinkle: {what} {self._done} {figures}', flush=True)
-        writer = _training_globals('get_tensorboard_writer')
-        if writer is not None:
-            for name, value in values.items():
-                writer.add_scalar(f'twinkle/{name}' + ('' if training else ' validation'), value, self._done)
-
-
-def _own_number() -> int | None:
-    """The number of the iteration that runs, where Megatron-LM's training loop counts them."""
-    current = getattr(_training_globals('get_args'), 'curr_iteration', None)
-    return None if current is None else int(current) + 1
-
-
-def _training_globals(getter: str) -> Any:
-    """What a function of megatron.training.global_vars returns; None where it is not in use, or not yet."""
-    get = getattr(sys.modules.get('megatron.training.global_vars'), getter, None)
-    try:
-        return None if get is None else get()
-    except AssertionError:  # not initialised
-        return None
-
-
-@contextlib.contextmanager
-def patched(reporter: Reporter) -> Iterator[None]:
-    """While open, Megatron's schedules run through the reporter."""
-    schedules: Any = importlib.import_module('megatron.core.pipeline_parallel.schedules')
-    before = {name: getattr(schedules, name) for name in SCHEDULES}
-    for name, schedule in before.items():
-        setattr(schedules, name, _reported(reporter, schedule))
-    try:
-        yield
-    finally:
-        for name, schedule in before.items():
-            setattr(schedules, name, schedule)
-
-
-def _reported(reporter: Reporter, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(schedule)
-
-    @functools.wraps(schedule)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return reporter.around(schedule, dict(signature.bind(*args, **kwargs).arguments))
-
-    return run
 
 
 @contextlib.contextmanager
