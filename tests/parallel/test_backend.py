@@ -346,6 +346,48 @@ def test_a_loss_that_takes_the_batch_is_exact_under_every_layout_and_split(layou
     assert compare([result[2] for result in results], grads).error < 1e-9
 
 
+class Smooth:
+    """Squared differences of neighbours, which a context parallel slice does not have beside each other."""
+
+    over = 'sequences'
+
+    def __init__(self, over):
+        self.mean_over = over
+
+    def __call__(self, inputs, outputs, batch):
+        logps, numbers, mask = map(batch.whole, (outputs['logps'], batch.sequence_ids, batch.mask))
+        both = mask[:, 1:] & mask[:, :-1] & (numbers[:, 1:] == numbers[:, :-1])
+        return batch.mean(torch.nn.functional.pad((logps.diff(dim=1) ** 2) * both, (1, 0)), over=self.mean_over)
+
+
+def _smooth(layout, over, packed):
+    model = _trainer(GPT, layout, None)
+    model.set_loss(Smooth(over))
+    split, replica = PAIR_SPLITS['uneven', layout.dp], dist.get_rank(model.groups.dp)
+    out = model.forward_backward(pair_batches(GPT, split, replica, packed, 'interleaved'))
+    return out['loss'], collect_grads(model.chunks), out['logps']
+
+
+@pytest.mark.parametrize('over', ['tokens', 'sequences'])
+def test_a_loss_of_neighbours_sees_whole_rows_under_context_parallelism(over):
+    ((loss, grads, logps),) = run_ranks(_smooth, 1, Layout(), over, False)
+    batches = pair_batches(GPT, PAIR_SPLITS['uneven', 1], 0, False, 'interleaved')
+    sums, counts = [], []
+    for rows, batch in zip(logps, batches, strict=True):
+        for row, labels in zip(rows, batch['labels'], strict=True):
+            kept = labels != -100
+            both = kept[1:] & kept[:-1]
+            sums.append(((row[1:] - row[:-1]) ** 2)[both].sum().item())
+            counts.append(kept.sum().item())
+    means = [total / n for total, n in zip(sums, counts, strict=True) if n]
+    assert loss == pytest.approx(sum(sums) / sum(counts) if over == 'tokens' else sum(means) / len(means), rel=1e-12)
+    for layout, packed in ((Layout(cp=2, tp=2), False), (Layout(cp=2, dp=2), True), (Layout(pp=2), True)):
+        results = run_ranks(_smooth, layout.world, layout, over, packed)
+        for other, _, _ in results:
+            assert other == pytest.approx(loss, rel=1e-9)
+        assert compare([result[1] for result in results], grads).error < 1e-9
+
+
 def test_means_of_a_batch_by_hand():
     labels = torch.tensor([[1, -100, 2], [-100, -100, -100], [3, 4, 5], [-100, 6, 7]])
     values = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from ..groups import all_gather_rows, group_rank, group_size, sum_over
 from .micro_batches import is_per_token
+
+BOUNDARIES = 'context_boundaries'
+"""Of a context parallel slice: where the whole row is cut into sequences (`cu_seqlens`); `[0]` for one a row."""
 
 
 def zigzag(length: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -41,12 +46,14 @@ def context_positions(length: int, cp_size: int, cp_rank: int, boundaries: Tenso
 def split_context(
     batch: Mapping[str, Any], cp_size: int, cp_rank: int, boundaries: Tensor | None = None
 ) -> dict[str, Any]:
-    """This context parallel rank's tokens of every tensor `[b, s]` or `[b, s, c]`; the whole batch for cp 1."""
+    """This context parallel rank's tokens of every tensor `[b, s]` or `[b, s, c]`, and under `BOUNDARIES` what puts
+    them together again; the whole batch for cp 1."""
     if cp_size == 1:
         return dict(batch)
     shape = batch['input_ids'].shape
     at = context_positions(shape[1], cp_size, cp_rank, boundaries)
-    return {key: value[:, at.to(value.device)] if is_per_token(value, shape) else value for key, value in batch.items()}
+    own = {key: value[:, at.to(value.device)] if is_per_token(value, shape) else value for key, value in batch.items()}
+    return own | {BOUNDARIES: torch.zeros(1, dtype=torch.int64) if boundaries is None else boundaries}
 
 
 def join_context(parts: Tensor, boundaries: Tensor | None = None) -> Tensor:
@@ -58,3 +65,24 @@ def join_context(parts: Tensor, boundaries: Tensor | None = None) -> Tensor:
     for rank in range(cp_size):
         out[:, context_positions(cp_size * local, cp_size, rank, boundaries).to(parts.device)] = parts[rank]
     return out
+
+
+def whole_rows(values: Tensor, cp: ProcessGroup | None, boundaries: Tensor | None = None) -> Tensor:
+    """Values `[b, s/cp]` of this rank's slice as whole rows `[b, s]` in input order, the same on every rank of `cp`.
+
+    Differentiable: each rank is given the gradient that all of them have found together for its slice. One all-gather
+    forward and one all-reduce of whole rows backward; nothing is kept for backward but the positions.
+    """
+    return _WholeRows.apply(values, cp, boundaries) if group_size(cp) > 1 else values
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cp: ProcessGroup, boundaries: Tensor | None) -> Tensor:
+        whole = join_context(all_gather_rows(values, cp), boundaries)
+        ctx.cp, ctx.at = cp, context_positions(whole.shape[1], group_size(cp), group_rank(cp), boundaries)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return sum_over(grads[0].clone(), ctx.cp)[:, ctx.at.to(grads[0].device)], None, None

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..data_format import InputFeature
-from ..groups import group_size, sum_over
+from ..groups import group_rank, group_size, sum_over
+from .context import BOUNDARIES, context_positions, whole_rows
 from .pair_layout import counted_pairs
 from .sequences import inside_sequences, packing_of, sequence_ids
 
@@ -125,12 +126,40 @@ class TokenBatch:
         """`per_sequence` `[n]` at each of its tokens, in the shape of `labels`."""
         return per_sequence[self.sequence_ids]
 
+    def whole(self, values: Tensor) -> Tensor:
+        """Per-token `values` of this rank's slice, in the shape of `labels`, as whole rows `[b, s]` in input order, the
+        same on all context parallel ranks: what stands before and after each token. Differentiable, like
+        `sequence_sum`. `labels`, `mask` and `sequence_ids` can be made whole, too.
+
+        One all-gather over the context parallel group forward and one all-reduce backward; a single rank gets `values`.
+        ValueError for another shape, and by hand for a slice that does not say how it was cut.
+        """
+        if values.shape != self.labels.shape:
+            shape = tuple(self.labels.shape)
+            raise ValueError(f'values must have the shape of labels, {shape}, got {tuple(values.shape)}')
+        if group_size(self.cp) == 1:
+            return values
+        if BOUNDARIES not in self.inputs:
+            raise ValueError(
+                f'a slice of sequences must come from batch.split_context: inputs must hold {BOUNDARIES!r}'
+            )
+        return whole_rows(values, self.cp, self.inputs[BOUNDARIES])
+
+    def _own_part(self, values: Tensor) -> Tensor:
+        """This rank's slice of whole rows; what is no whole row as it is."""
+        cp, labels = group_size(self.cp), self.labels
+        if cp == 1 or labels.dim() != 2 or values.shape != (labels.shape[0], labels.shape[1] * cp):
+            return values
+        at = context_positions(values.shape[1], cp, group_rank(self.cp), self.inputs.get(BOUNDARIES))
+        return values[:, at.to(values.device)]
+
     def mean(self, values: Tensor, over: str = 'tokens', layout: str = 'interleaved') -> Tensor:
         """This rank's summand of a mean over the global batch: summed over micro-batches and ranks it is that mean.
 
         Args:
-            values: per token, in the shape of `labels`; per pair `[p]` for pairs, the same on all context parallel
-                ranks. What stands where nothing counts is never read.
+            values: per token, in the shape of `labels`, or of whole rows that all context parallel ranks have alike
+                (`whole`); per pair `[p]` for pairs, the same on all context parallel ranks. What stands where nothing
+                counts is never read.
             over: 'tokens': every token weighs the same. 'sequences': the mean over each sequence's tokens, and of these
                 over the sequences that have any; or of `values` `[n]` beside labels `[b, s]`, which all context
                 parallel ranks have alike, the mean over these. 'pairs': the mean over pairs of sequences with any
@@ -144,6 +173,7 @@ class TokenBatch:
                 raise ValueError(f'values must be one for each of the {len(real)} pairs, got {tuple(values.shape)}')
             count = real.sum().clamp(min=1) if self.counts is None else max(self.counts.pairs, 1)
             return torch.where(real, values, 0).sum() / (count * group_size(self.cp))
+        values = self._own_part(values)
         if over == 'tokens':
             return torch.where(self.mask, values, 0).sum() / self.tokens
         if over == 'sequences' and values.dim() == 1 < self.labels.dim():
