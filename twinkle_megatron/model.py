@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from .batch import without_labels
 from .evaluation import Evaluation, OutputsAlone
-from .groups import Groups, check_megatron_groups
+from .groups import Groups, check_megatron_groups, group_rank
+from .locate import Located, locate
 from .loss.build import build_loss
+from .loss_watch import LossWatch, is_rerun
 from .megatron import checks
 from .megatron.accumulation import Accumulation
 from .megatron.build import build
@@ -29,6 +32,8 @@ from .plugin import is_address, load_plugin
 from .reference import Reference
 from .seen import Pooled, PooledHead, Seen
 from .teacher import Teacher
+
+logger = logging.getLogger('twinkle_megatron')
 
 
 class Looked(NamedTuple):
@@ -102,6 +107,7 @@ class MegatronModel:
         self._stepping = Steps(self, self._engine, self._accumulation, self.groups, self._tell_step)
         self._calls = 0
         self._looked: Looked | None = None
+        self._watch: LossWatch | None = None
 
     @classmethod
     def from_config(
@@ -301,7 +307,13 @@ class MegatronModel:
                 return self._result(self._engine.nothing(plan, evaluation), plan, evaluation)
             with self._accumulation.adding(plan.counts.tokens, items, evaluation.over, finalize) as scale:
                 outcome = self._engine.forward_backward(plan, evaluation, scale, finalize, progress)
-        return self._result(outcome, plan, evaluation)
+        result = self._result(outcome, plan, evaluation)
+        complaint = None if self._watch is None or is_rerun() else self._watch.complaint(outcome.loss)
+        if self._watch is not None and complaint is not None:
+            result['located'] = located = locate(self._engine, plan, evaluation.without_metrics(), self._watch.top)
+            if self.groups.owns_result and group_rank(self.groups.dp_cp) == 0:
+                logger.error('call %d: %s\n%s', self._calls, complaint, located)
+        return result
 
     def forward_only(
         self,
@@ -320,6 +332,39 @@ class MegatronModel:
             inputs, micro_batch_size, given, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
         )
         return self._result(self._engine.forward(plan, evaluation, progress), plan, evaluation)
+
+    def locate(
+        self,
+        inputs: Any,
+        micro_batch_size: int | None = None,
+        *,
+        max_tokens_per_micro_batch: int | None = None,
+        shifted: bool = True,
+        top: int = 5,
+        **extra: Any,
+    ) -> Located:
+        """Where a loss that is not finite, or unusually large, comes from: the first module whose output is not finite,
+        and the `top` tokens with the largest losses, each with its sample, place and rank. `print` it.
+
+        Takes what `forward_backward` takes. One forward pass in eval mode, with a look at every module's output (one
+        read from the device each), and a few collectives; no gradient, no metric and no random number is touched.
+        """
+        evaluation = self._evaluation(training=False).without_metrics()
+        given = Extras(extra, evaluation.extras, shifted, evaluation.unsaid(extra))
+        plan = self._engine.plan(
+            inputs, micro_batch_size, given, evaluation, training=False, max_tokens=max_tokens_per_micro_batch
+        )
+        return locate(self._engine, plan, evaluation, top)
+
+    def watch_loss(self, spike: float | None = 10.0, top: int = 5) -> None:
+        """From now on `forward_backward` locates a loss that is not finite, or more than `spike` times the largest one
+        before: the report is logged by one rank, and is in the result under 'located'. None: no more.
+
+        The look costs one more forward pass, in such a call only. Gradients are left as they are. Inside a loop of
+        Megatron's `rerun_state_machine` the loss of every micro-batch is validated whether or not this is on, so that
+        Megatron runs the step again and tells a fault of the machine from one of the data; see docs/check.md.
+        """
+        self._watch = None if spike is None else LossWatch(spike, top)
 
     def predict(
         self, inputs: Any, micro_batch_size: int | None = None, *, max_tokens_per_micro_batch: int | None = None

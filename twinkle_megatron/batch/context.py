@@ -57,11 +57,11 @@ def split_context(
 
 
 def join_context(parts: Tensor, boundaries: Tensor | None = None) -> Tensor:
-    """The inverse of the split: `[cp, b, s/cp]`, the ranks' parts in rank order, to `[b, s]` in input order."""
-    cp_size, rows, local = parts.shape
+    """The inverse of the split: `[cp, b, s/cp, ...]`, the ranks' parts in rank order, to `[b, s, ...]` in input order."""
+    cp_size, rows, local, *rest = parts.shape
     if cp_size == 1:
         return parts[0]
-    out = parts.new_empty((rows, cp_size * local))
+    out = parts.new_empty((rows, cp_size * local, *rest))
     for rank in range(cp_size):
         out[:, context_positions(cp_size * local, cp_size, rank, boundaries).to(parts.device)] = parts[rank]
     return out

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..batch import split_context
 from ..evaluation import Evaluation
 from ..groups import Groups, all_gather_rows, group_rank, group_size
+from ..loss_watch import validate
 from ..seen import Pooled, Seen, nothing, nothing_for
 from ..vocab_parallel import Logits, cross_entropy
 from .embedding import idle_parameters
@@ -23,6 +24,8 @@ from .together import Together
 
 Progress = Callable[[int, int], None]
 """(micro-batches done, micro-batches of this rank)."""
+Watched = Callable[[Item, int, Any], None]
+"""Called before a chunk runs: the micro-batch, its number on this rank, the chunk without wrappers."""
 
 
 class ForwardStep:
@@ -43,6 +46,7 @@ class ForwardStep:
         evaluation: Evaluation,
         factor: float,
         progress: Progress | None = None,
+        watched: Watched | None = None,
     ) -> None:
         self.plan = plan
         self.error: Exception | None = None
@@ -57,7 +61,7 @@ class ForwardStep:
         self._last_model = models[-1]
         self._idle = idle_parameters(models[-1], evaluation.head) if groups.is_last_stage else []
         self._number = 0
-        self._progress, self._passed = progress, 0
+        self._progress, self._passed, self._watched = progress, 0, watched
         self._local: dict[str, Any] = {}
         self._seen: Seen | Pooled | None = None
         self._swept = False
@@ -75,6 +79,9 @@ class ForwardStep:
         item = next(items)
         local = self._slice(item)
         self._seen, self._swept, self._local = None, False, local
+        if self._watched is not None:
+            number = next(i for i, one in enumerate(self.plan.items) if one is item)
+            self._watched(item, number, unwrapped(chunk))
         output = chunk(**self._arguments(item, local))
         self._tell_progress(item, chunk)
         return output, lambda logits_or_loss: self._loss(item, local, logits_or_loss)
@@ -132,12 +139,20 @@ class ForwardStep:
         if not share.requires_grad and output.requires_grad:
             share = share + nothing(output)  # a loss that is a constant still has to enter the backward pass
         self.loss += share.detach().double()
+        if share.requires_grad and not item.is_padding:
+            self._validate(share)
         report = {'loss': share.detach().clone().reshape(-1)}
         scaled = (share.float() if share.dtype in (torch.bfloat16, torch.float16) else share).sum() * self._factor
         if getattr(self._config, 'calculate_per_token_loss', False):
             count = 0 if item.is_padding else (local['labels'] != self._evaluation.ignore_index).sum()
             return scaled, torch.as_tensor(count, dtype=torch.int, device=scaled.device), report
         return scaled, report
+
+    def _validate(self, share: Tensor) -> None:
+        try:
+            validate(share)
+        except Exception as error:  # raised after the schedule, on every rank
+            self.error = self.error or error
 
     def _share(self, item: Item, local: dict[str, Any], output: Tensor) -> Tensor:
         """This micro-batch's summand of the loss, or a zero without gradient where that failed."""

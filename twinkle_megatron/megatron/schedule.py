@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ..batch import join_context, targets_of
+from ..batch import targets_of
 from ..evaluation import Evaluation
-from ..groups import Groups, all_gather_rows, group_rank, group_size, raise_together
+from ..groups import Groups, group_rank, group_size, raise_together
 from ..loss.infonce import Coupled
 from ..seen import Pooled, Seen
 from ..vocab_parallel import labels
-from .forward_step import ForwardStep, Progress, device_of
+from .forward_step import ForwardStep, Progress, Watched, device_of
 from .heads import TakeHead, logits_taken
 from .plan import Plan
 from .randomness import same_random_numbers
+from .restore import restored
 
 
 class Outcome(NamedTuple):
@@ -65,6 +65,7 @@ class Runner:
         self._collection, self._scale_loss = pg_collection, scale_loss
         self._finalize: Callable[[], None] | None = None
         self.device = device_of(self.models[0])
+        self.watched: Watched | None = None
 
     @property
     def per_token(self) -> bool:
@@ -104,18 +105,24 @@ class Runner:
         Collectives: Megatron's, and one all-gather over the layout.
         """
         factor = self._factor(plan, scale)
-        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, factor, progress)
+        call = self._call(plan, evaluation, factor, progress)
         self._schedule(call, training, sync, take_head)
         (loss,) = self._agree(call, training, sync)
         if training and sync:
             self.finalize(started=True)
         return Outcome(loss, self._whole_sequences(call))
 
+    def _call(
+        self, plan: Plan, evaluation: Evaluation, factor: float = 1.0, progress: Progress | None = None
+    ) -> ForwardStep:
+        own = self.models, self.config, self.groups
+        return ForwardStep(*own, plan, evaluation, factor, progress, self.watched)
+
     @torch.no_grad()
     def look(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead) -> tuple[list[Tensor], list[Seen | Pooled]]:
         """The outputs of every micro-batch, and on the last stage what the loss can be computed from later. The pass
         after it draws the same random numbers."""
-        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation.looking(), factor=1.0)
+        call = self._call(plan, evaluation.looking())
         with same_random_numbers():
             self._schedule(call, training=False, sync=False, take_head=take_head)
         self._agree(call, training=False, sync=False)
@@ -123,7 +130,7 @@ class Runner:
 
     def revisit(self, plan: Plan, evaluation: Evaluation, kept: Sequence[Seen | Pooled]) -> list[float]:
         """The global loss, or the totals of a first pass, from what `look` kept. Collective over the layout."""
-        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation, factor=1.0)
+        call = self._call(plan, evaluation)
         items = [item for item in plan.items if not item.is_padding]
         for item, seen in zip(items, kept):
             call.revisit(item, seen)
@@ -134,7 +141,7 @@ class Runner:
         """The totals of a loss that couples its batch, float64 `[k]`, the same on every rank: one more forward pass of
         every micro-batch, whose random numbers the pass after it draws again."""
         first = evaluation.first_pass()
-        call = ForwardStep(self.models, self.config, self.groups, plan, first, factor=1.0)
+        call = self._call(plan, first)
         with same_random_numbers():
             self._schedule(call, training=False, sync=False, take_head=take_head)
         return torch.tensor(self._agree(call, training=False, sync=False), dtype=torch.float64, device=self.device)
@@ -143,7 +150,7 @@ class Runner:
     def couple(self, plan: Plan, evaluation: Evaluation, take_head: TakeHead, training: bool) -> list[Coupled]:
         """What a loss over the embeddings of the global batch finds in each micro-batch of this replica, on the last
         stage: one more forward pass, whose random numbers the pass after it draws again, then a gather over DP."""
-        call = ForwardStep(self.models, self.config, self.groups, plan, evaluation.pooled(), factor=1.0)
+        call = self._call(plan, evaluation.pooled())
         with same_random_numbers():
             self._schedule(call, training=False, sync=False, take_head=take_head)
         self._agree(call, training=False, sync=False)
@@ -293,12 +300,7 @@ class Runner:
             if not call.per_token:
                 out.append(local)
                 continue
-            boundaries = None if item.packing is None else item.packing.boundaries
-            whole = join_context(all_gather_rows(local, self.groups.cp), boundaries)
-            if item.columns is not None:  # tokens that had to move, back where they came from
-                moved = whole[: len(item.columns)].gather(1, item.columns.to(whole.device))
-                whole = F.pad(moved, (0, item.shape[1] - moved.shape[1]))
-            out.append(whole[: item.shape[0], : item.shape[1]])
+            out.append(restored(item, local, self.groups.cp))
         return out
 
 
