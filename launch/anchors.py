@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from launch.data import END, SPECIAL_IDS, START, read_tokenizer
 from launch.kept import keep, kept, split
 from launch.lines import DataError, kind_of, read_lines, text_of
+from launch.texts import Texts
 from launch.weights import About
 
 FORMS = (
@@ -67,7 +66,7 @@ def prepare(
     must have some. DataError, which names the file, for one that cannot be used: with bad lines, with fewer than
     `least` groups to train on, or fewer than 2 to compare.
     """
-    reader = _Reader(read_tokenizer(about.tokenizer), seq_length)
+    reader = _Reader(Texts(about), seq_length)
     found = reader.groups(path, negatives)
     if held_out is None:
         parts = split(found, [group.text for group in found], HELD_OUT)
@@ -100,9 +99,9 @@ def load(folder: Path) -> TrainAndHeldOut:
 class _Reader:
     """Reads files of groups, cuts what is too long, and counts that."""
 
-    def __init__(self, tokenizer: Tokenizer, seq_length: int) -> None:
+    def __init__(self, texts: Texts, seq_length: int) -> None:
         self.seq_length, self.seen, self.cut = seq_length, 0, 0
-        self._tokenizer = tokenizer
+        self._texts = texts
 
     def groups(self, path: Path, negatives: bool) -> list[_Group]:
         """The groups of a file."""
@@ -123,11 +122,11 @@ class _Reader:
         return _Group(anchor, [self._tokens(text) for text in (anchor, positive, *others)])
 
     def _tokens(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text).ids
-        most = self.seq_length - 2
+        ids = self._texts.begin(self._texts.ids(text))
+        most = self.seq_length - 1
         self.seen += 1
         self.cut += len(ids) > most
-        return [SPECIAL_IDS[START], *ids[:most], SPECIAL_IDS[END]]
+        return self._texts.ended(ids[:most])
 
 
 def _negatives(record: dict[str, Any]) -> list[str]:

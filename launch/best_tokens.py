@@ -72,13 +72,16 @@ def read_tokenizer(path: Path) -> str:
     return text
 
 
-def prepare(path: Path, tokenizer: str, *, seq_length: int, least: int, cache: Path) -> Path:
+def prepare(
+    path: Path, tokenizer: str, *, seq_length: int, least: int, cache: Path, vocab_size: int | None = None
+) -> Path:
     """The folder in `cache` with the sequences of the file as arrays, named after them, made where not yet there.
 
-    `tokenizer` is the text of the teacher's tokenizer.json, which says how many ids there are. DataError, which names
-    the file, for one that cannot be used: with bad lines, or with fewer than `least` sequences to train on.
+    `tokenizer` is the text of the teacher's tokenizer.json, which says how many ids there are, unless `vocab_size`
+    does. DataError, which names the file, for one that cannot be used: with bad lines, or with fewer than `least`
+    sequences to train on.
     """
-    vocab_size = Tokenizer.from_str(tokenizer).get_vocab_size()
+    vocab_size = vocab_size or Tokenizer.from_str(tokenizer).get_vocab_size()
     everything = read_lines(path, lambda record, _: _sequence(record, vocab_size, seq_length), 'sequence', FORMS)
     train, held_out = _split(everything, path)
     if len(train) < least:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -18,6 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from launch.documents import ROLES, Document, python_reference, read_documents
 from launch.lines import DataError
 
+if TYPE_CHECKING:
+    from launch.texts import Texts
+
+Encode = Callable[[Document], tuple[list[int], list[bool]]]
+"""The token ids of a document, and which are trained on."""
 IGNORE = -100
 START, END = '<|start|>', '<|end|>'
 SPECIAL_IDS = {token: i for i, token in enumerate([START, END, *(f'<|{role}|>' for role in ROLES)])}
@@ -49,21 +55,21 @@ class Dataset:
     tokenizer: str
 
 
-def prepare(data: Path | None, *, vocab_size: int, seq_length: int, cache: Path, tokenizer: str | None = None) -> Path:
+def prepare(data: Path | None, *, vocab_size: int, seq_length: int, cache: Path, texts: Texts | None = None) -> Path:
     """The folder in `cache` with the samples of a JSON-lines file (None: Python's reference), made where not yet there.
 
-    It holds `tokenizer.json`, `samples.npz` and `about.json`, and is named after all that it depends on. `tokenizer`:
-    the text of a tokenizer.json to use; None: one of `vocab_size` entries is trained. DataError for data that cannot be
-    used.
+    It holds `tokenizer.json`, `samples.npz` and `about.json`, and is named after all that it depends on. `texts`: how
+    the model has them; None: a tokenizer of `vocab_size` entries is trained. DataError for data that cannot be used.
     """
     if data is None:
         documents, source = python_reference()
     else:
         documents, source = read_documents(data), str(data)
-    recipe = repr([FORMAT, tokenizers.__version__, source, tokenizer or vocab_size, seq_length, documents])
+    known = vocab_size if texts is None else texts.key
+    recipe = repr([FORMAT, tokenizers.__version__, source, known, seq_length, documents])
     folder = cache / hashlib.sha256(recipe.encode()).hexdigest()[:16]
     if not folder.exists():
-        _build(documents, source, tokenizer or vocab_size, seq_length, folder)
+        _build(documents, source, texts or vocab_size, seq_length, folder)
     return folder
 
 
@@ -158,8 +164,8 @@ class _Part:
     untrained: int
 
     @classmethod
-    def of(cls, documents: list[Document], tokenizer: Tokenizer, length: int) -> _Part:
-        cuts = [list(windows(*encode(d, tokenizer), length)) for d in documents]
+    def of(cls, documents: list[Document], encode: Encode, length: int) -> _Part:
+        cuts = [list(windows(*encode(d), length)) for d in documents]
         rows = [row for rows in cuts for row in rows]
         kept = [row for row in rows if any(label != IGNORE for label in row[1])]
         return cls(len(documents), kept, sum(len(rows) > 1 for rows in cuts), len(rows) - len(kept))
@@ -187,22 +193,25 @@ def _plural(n: int, noun: str) -> str:
     return f'{n:,} {noun}' if n == 1 else f'{n:,} {noun}s'
 
 
-def _build(documents: list[Document], source: str, vocabulary: int | str, seq_length: int, folder: Path) -> None:
+def _build(documents: list[Document], source: str, vocabulary: int | Texts, seq_length: int, folder: Path) -> None:
     try:
-        texts = split(documents)
+        parts = split(documents)
+        if isinstance(vocabulary, int):
+            tokenizer, name = train_tokenizer(parts[0], vocabulary), 'byte-level BPE'
+            size, encode_one = tokenizer.get_vocab_size(), partial(encode, tokenizer=tokenizer)
+        else:
+            tokenizer, name, size = vocabulary.tokenizer, vocabulary.name, vocabulary.vocab_size
+            encode_one = vocabulary.document
+        train, held_out = (_Part.of(part, encode_one, seq_length) for part in parts)
     except DataError as e:
         raise DataError(f'{source}: {e}') from None
-    known = isinstance(vocabulary, str)
-    tokenizer = read_tokenizer(vocabulary) if known else train_tokenizer(texts[0], vocabulary)
-    train, held_out = (_Part.of(part, tokenizer, seq_length) for part in texts)
     lines = [f'data      {source}', f'train     {train}', f'held out  {held_out}']
     if len(held_out.rows) > HELD_OUT_SAMPLES:
         lines.append(f'          of which the first {HELD_OUT_SAMPLES} samples are used')
         held_out = _Part(held_out.documents, held_out.rows[:HELD_OUT_SAMPLES], held_out.cut, held_out.untrained)
     longest = max(len(row[0]) for part in (train, held_out) for row in part.rows)
     length = -(-longest // 8) * 8
-    size = tokenizer.get_vocab_size()
-    lines.append(f'tokens    byte-level BPE with {size:,} entries, samples of up to {min(length, seq_length)} tokens')
+    lines.append(f'tokens    {name} with {size:,} entries, samples of up to {min(length, seq_length)} tokens')
     unigram = unigram_nats(train.labels, held_out.labels, size)
     about = {'vocab_size': size, 'unigram_nats': unigram, 'summary': '\n'.join(lines)}
 

@@ -21,7 +21,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from launch import weights
+from launch import hf_model, weights
 from twinkle_megatron.groups import Groups
 from twinkle_megatron.megatron.cpu_attention import cpu_layer_spec
 
@@ -49,6 +49,8 @@ def frozen(args: argparse.Namespace, path: Path) -> GPTModel:
 
 
 def _gpt(args: argparse.Namespace, vocab_size: int) -> GPTModel:
+    if args.init_weights is not None and args.init_weights.is_dir():
+        return hf_model.chunk(args.init_weights)
     layer_spec = cpu_layer_spec if args.packed else get_gpt_layer_local_spec  # the latter knows no packed rows
     # Megatron wants an equal share of the vocabulary on each rank: the rows past the true size are padding.
     multiple = 128 * args.tp
@@ -166,7 +168,9 @@ def load_weights(gpt: Any, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def save_weights(args: argparse.Namespace, chunk: Any, vocab_size: int, tokenizer: str) -> None:
-    """Writes the model to `args.save_weights`, if that says where. Collective."""
+    """Writes the model to `args.save_weights` or `args.save_model`, if one says where. Collective."""
+    if args.save_model is not None:
+        hf_model.save(args, chunk)
     if args.save_weights is None:
         return
     tensors = whole_tensors(chunk.module, vocab_size)

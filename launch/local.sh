@@ -9,6 +9,7 @@
 #   launch/local.sh --tp 2 --loss dpo --data pairs.jsonl --init-weights policy.npz          docs/pairs.md tells more
 #   launch/local.sh --tp 2 --loss gkd --teacher-weights teacher.npz --hidden-size 64        docs/distillation.md tells more
 #   launch/local.sh --tp 2 --loss infonce --data groups.jsonl --init-weights base.npz       docs/embeddings.md tells more
+#   launch/local.sh --tp 2 --model Qwen/Qwen3-0.6B --data my.jsonl --save-model trained     docs/huggingface.md tells more
 #
 # environment:
 #   PYTHON             the interpreter; default: .venv/bin/python of this repository, else python3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from launch import weights
+from launch import model_options, weights
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS
 
 
@@ -32,6 +32,9 @@ def _check_pairs(args: argparse.Namespace) -> None:
 
 
 def _check_teacher(args: argparse.Namespace) -> None:
+    if args.teacher_weights.is_dir():
+        model_options.check_teacher(args)
+        return
     about = weights.read_about(args.teacher_weights)
     for what, value, part, size in (('heads', about.heads, '--tp', args.tp), ('layers', about.layers, '--pp', args.pp)):
         if value % size:

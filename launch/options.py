@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch import option_checks, weights
+from launch import model_options, option_checks, weights
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, OPTIONS, PAIRS, ROLLOUTS, TEXT, losses_with
 
 DEFAULT_NAME = 'python-reference'
@@ -62,6 +62,9 @@ def _options() -> dict[str, list[Option]]:
         ],
         'model': [
             ('init-weights', Path, None, 'weights to start from; they bring the sizes of the model and its tokenizer'),
+            ('model', str, None, 'Hugging Face checkpoint to start from in place of them: a folder, or the name of a'
+             ' repository, group/name (docs/huggingface.md tells more)'),
+            ('revision', str, None, "branch, tag or commit of the repository of --model; default: the main branch"),
             ('layers', size, SIZES['layers'], 'transformer layers'),
             ('hidden-size', size, SIZES['hidden_size'], 'width of the model'),
             ('heads', size, SIZES['heads'], 'attention heads'),
@@ -78,7 +81,7 @@ def _options() -> dict[str, list[Option]]:
             ('micro-batch-size', size, 4, 'samples of a micro-batch; a pair or a group is one'),
             ('micro-batches', size, 2, 'micro-batches of a step, over all of dp'),
             ('lr', positive, of_each(TEXT.lr, ROLLOUTS.lr, PAIRS.lr, EMBEDDINGS.lr), 'highest learning'
-             ' rate, which then falls along a cosine to a tenth'),
+             ' rate, which then falls along a cosine to a tenth; with --model the default is a hundredth of this'),
             ('warmup', share, 0.1, 'share of the steps over which the learning rate rises'),
             ('weight-decay', share, 0.1, "Adam's decoupled weight decay"),
             ('clip-grad', positive, 1.0, 'highest gradient norm'),
@@ -133,6 +136,10 @@ def _options() -> dict[str, list[Option]]:
             ('eval-every', size, f'{text["eval_every"]}; of pairs and embeddings {dpo["eval_every"]}', 'steps between'
              ' two looks at what is held out'),
             ('save-weights', Path, None, 'file that the weights are written to at the end'),
+            ('save-model', Path, None, 'folder that the model of --model is written to at the end, as a Hugging Face'
+             ' checkpoint'),
+            ('save-dtype', _one_of('float32', 'bfloat16', 'float16'), 'float32', 'of its weights; they are trained in'
+             ' float32'),
             ('runs', Path, Path('runs'), 'folder of all runs'),
             ('name', str, None, 'folder of this run in there; default: made from the data and the layout'),
         ],
@@ -194,6 +201,7 @@ def _number(kind: type[int] | type[float], least: float, above: bool = False) ->
 def _complete(args: argparse.Namespace) -> None:
     """Gives every option that was left out the default that suits the loss and the weights."""
     kind, own = LOSSES[args.loss], OPTIONS[args.loss]
+    model_options.complete(args)
     for name in dict.fromkeys(name for options in OPTIONS.values() for name in options):
         if name not in own and getattr(args, name) is not None:
             raise ValueError(f'{_flag(name)} is for --loss {", ".join(losses_with(name))}, got --loss {args.loss}')
@@ -204,13 +212,13 @@ def _complete(args: argparse.Namespace) -> None:
                 'hold'
             )
         if args.init_weights is None:
-            raise ValueError(f'--loss {args.loss} needs --init-weights FILE, {kind.policy}')
+            raise ValueError(f'--loss {args.loss} needs --init-weights FILE or --model, {kind.policy}')
     if args.steps is not None and args.epochs is not None:
         raise ValueError('--steps and --epochs say the same; give one of them')
     if args.steps is None and args.epochs is None:
         args.steps, args.epochs = kind.steps, kind.epochs
-    args.lr = args.lr or kind.lr
-    for name in ('init_weights', 'teacher_weights'):
+    args.lr = args.lr or (kind.lr if args.model is None else kind.lr / 100)
+    for name in ('model', 'init_weights', 'teacher_weights'):
         if args.vocab_size is not None and getattr(args, name) is not None:
             raise ValueError(f'--vocab-size is for a new tokenizer, and {_flag(name)} brings its own')
     if kind is TEXT and args.beta is not None and args.teacher_weights is None:
@@ -244,10 +252,13 @@ def _flag(name: str) -> str:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, value, part, size in (
+    sizes = (
         ('--heads', args.heads, '--tp', args.tp),
         ('--hidden-size', args.hidden_size, '--heads', args.heads),
         ('--layers', args.layers, '--pp', args.pp),
+    )
+    for name, value, part, size in (
+        *(sizes if args.model is None else ()),  # a checkpoint has rules of its own, and was checked
         ('--micro-batches', args.micro_batches, '--dp', args.dp),
     ):
         if value % size:
@@ -255,7 +266,7 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f'{name} {value} must be a multiple of {part} {size}; try {part} {" or ".join(map(str, sorted(near)))}'
             )
-    if args.hidden_size // args.heads % 2:
+    if args.model is None and args.hidden_size // args.heads % 2:
         raise ValueError(f'--hidden-size {args.hidden_size} / --heads {args.heads} must be even, for rotary embeddings')
     if args.warmup >= 1:
         raise ValueError(f'--warmup must be a share of the steps below 1, got {args.warmup:g}')

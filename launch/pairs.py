@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from launch.data import END, SPECIAL_IDS, START, read_tokenizer
 from launch.kept import keep, kept, split
 from launch.lines import DataError, read_lines, text_of
 from launch.responses import Responses
+from launch.texts import Texts
 from launch.weights import About
 
 FORMS = '{"prompt": ..., "chosen": ..., "rejected": ...}, all three of them texts; docs/pairs.md tells more'
@@ -48,13 +47,13 @@ def prepare(path: Path, about: About, *, held_out: Path | None, seq_length: int,
     are taken from the same one. DataError, which names the file, for one that cannot be used: with bad lines, or with
     fewer than `least` pairs to train on.
     """
-    tokenizer = read_tokenizer(about.tokenizer)
-    all_of_them = _read(path, tokenizer)
+    texts = Texts(about)
+    all_of_them = _read(path, texts)
     long = _Long(seq_length)
     if held_out is None:
         train, measured = _split(long.left_out(all_of_them), path, long)
     else:
-        train, measured = long.left_out(all_of_them), long.left_out(_read(held_out, tokenizer))
+        train, measured = long.left_out(all_of_them), long.left_out(_read(held_out, texts))
     if len(train) < least:
         raise DataError(f'{path} has {len(train)} pairs to train on, fewer than the {least} of one step{long}')
     if not measured:
@@ -76,16 +75,15 @@ def load(folder: Path) -> Pairs:
     return Pairs(train, held_out, about['summary'])
 
 
-def _read(path: Path, tokenizer: Tokenizer) -> list[_Pair]:
+def _read(path: Path, texts: Texts) -> list[_Pair]:
     def read(record: dict[str, Any], _: int) -> _Pair:
         if 'completion' in record:
             raise DataError('has a "completion" as rollouts have; train on these with --loss grpo')
         prompt, chosen, rejected = (text_of(record, key, blank=True) for key in ('prompt', 'chosen', 'rejected'))
         if chosen == rejected:
             raise DataError('"chosen" and "rejected" are the same, so that none is preferred')
-        ids = [tokenizer.encode(text).ids for text in (prompt, chosen, rejected)]
-        end = [SPECIAL_IDS[END]]
-        return _Pair(prompt, [SPECIAL_IDS[START], *ids[0]], ids[1] + end, ids[2] + end)
+        ids = [texts.ids(text) for text in (prompt, chosen, rejected)]
+        return _Pair(prompt, texts.begin(ids[0]), texts.ended(ids[1]), texts.ended(ids[2]))
 
     return read_lines(path, read, 'pair', FORMS)
 

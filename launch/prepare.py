@@ -14,6 +14,7 @@ from pathlib import Path
 from launch import anchors, best_tokens, data, options, pairs, rollouts, weights
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS
 from launch.lines import DataError
+from launch.texts import Texts
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
 def prepare(args: argparse.Namespace) -> tuple[Path, str]:
     """The folder with the samples, and what is in it, in words."""
     cache, length = args.runs / 'data', args.seq_length
-    brings = args.teacher_weights or args.init_weights
+    brings = args.init_weights or args.teacher_weights  # of the same tokenizer
     about = None if brings is None else weights.read_about(brings)
     kind, least = LOSSES[args.loss], args.micro_batches * args.micro_batch_size
     if kind is ROLLOUTS:
@@ -56,12 +57,13 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
         more = {'held_out': args.held_out, 'negatives': args.hard_negatives is not None}
         folder = anchors.prepare(args.data, about, seq_length=length, least=least, cache=cache, **more)
         return folder, anchors.load(folder).summary
-    tokenizer = None if about is None else about.tokenizer
     if kind is DISTILLATION and args.teacher_weights is None:
-        tokenizer = tokenizer or best_tokens.read_tokenizer(args.tokenizer)
-        folder = best_tokens.prepare(args.data, tokenizer, seq_length=length, least=least, cache=cache)
+        tokenizer = best_tokens.read_tokenizer(args.tokenizer) if about is None else about.tokenizer
+        size = None if about is None else about.vocab_size
+        folder = best_tokens.prepare(args.data, tokenizer, seq_length=length, least=least, cache=cache, vocab_size=size)
         return folder, best_tokens.load(folder).summary
-    folder = data.prepare(args.data, vocab_size=args.vocab_size, seq_length=length, cache=cache, tokenizer=tokenizer)
+    texts = None if about is None else Texts(about)
+    folder = data.prepare(args.data, vocab_size=args.vocab_size, seq_length=length, cache=cache, texts=texts)
     return folder, data.load(folder).summary
 
 

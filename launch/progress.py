@@ -28,7 +28,7 @@ class Recorder:
         self._train: list[Figures] = []
         self._digits = len(str(args.steps))
         self._figures_file, self._picture_file = args.run / 'metrics.jsonl', args.run / picture
-        self._weights_file = args.save_weights
+        self._weights_file = getattr(args, 'save_model', None) or args.save_weights
         if active:
             args.run.mkdir(parents=True, exist_ok=True)
             self._figures_file.write_text('')

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from launch.data import END, SPECIAL_IDS, START, read_tokenizer
 from launch.kept import keep, kept
 from launch.lines import DataError, kind_of, quoted, read_lines, text_of
 from launch.responses import Responses
+from launch.texts import Texts
 from launch.weights import About
 
 FORMS = (
@@ -63,7 +63,7 @@ class _Reader:
         self.temperature: float | None = None
         self._num_generations: int | None = None
         self._vocab_size, self._seq_length = about.vocab_size, seq_length
-        self._tokenizer = read_tokenizer(about.tokenizer)
+        self._texts = Texts(about)
         self._names: list[str] | None = None
         self._by_id: bool | None = None
         self._first: tuple[int, Any] = (0, None)  # line and prompt of the first rollout of the group
@@ -82,10 +82,10 @@ class _Reader:
         group = self._group(record, number)
         prompt, completion = (self._tokens(record, key) for key in ('prompt', 'completion'))
         if isinstance(record['prompt'], str):
-            prompt = [SPECIAL_IDS[START], *prompt]
+            prompt = self._texts.begin(prompt)
         old_logps = _log_probs(record)
         if isinstance(record['completion'], str) and len(old_logps) == len(completion) + 1:
-            completion = [*completion, SPECIAL_IDS[END]]
+            completion = [*completion, *self._texts.end]
         if len(old_logps) != len(completion):
             hint = '; give the ids that were sampled' if isinstance(record['completion'], str) else ''
             raise DataError(f'"old_logps" has {len(old_logps)} numbers for {len(completion)} completion tokens{hint}')
@@ -138,7 +138,7 @@ class _Reader:
         if not isinstance(value, list):
             if key in record and not isinstance(value, str):
                 raise DataError(f'"{key}" must be a text or a list of token ids, got {kind_of(value)}')
-            return self._tokenizer.encode(text_of(record, key, blank=True)).ids
+            return self._texts.ids(text_of(record, key, blank=True))
         if not value:
             raise DataError(f'"{key}" is empty')
         for place, token in enumerate(value, start=1):

@@ -28,6 +28,18 @@ class About:
     tokenizer: str
 
 
+@dataclass(frozen=True)
+class Checkpoint(About):
+    """A Hugging Face checkpoint in `folder`. Sequences begin with the ids in `start`, if any, and end with `end`;
+    `chat_template` writes conversations, with the texts of special tokens in `special_words`."""
+
+    folder: Path
+    start: tuple[int, ...]
+    end: int
+    chat_template: str
+    special_words: tuple[tuple[str, str], ...]
+
+
 def save(path: Path, tensors: Mapping[str, np.ndarray], about: About) -> None:
     """Writes the file, all of it or nothing: an interrupted run leaves the one that was there before."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +53,12 @@ def save(path: Path, tensors: Mapping[str, np.ndarray], about: About) -> None:
 
 
 def read_about(path: Path) -> About:
-    """What the file says of its model. ValueError, naming the file, where it is not such a file."""
+    """What the file says of its model, or the folder of a Hugging Face checkpoint. ValueError, naming it, where it is
+    neither."""
+    if path.is_dir():
+        from launch import hf_model  # slow to import
+
+        return hf_model.read_about(path)
     with _opened(path) as file:
         return About(**json.loads(str(file[_ABOUT])))
 

@@ -83,10 +83,10 @@ class StandIn:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
-    def push(self, repository: str, files: Mapping[str, str], *tags: str, branch: str | None = None) -> str:
+    def push(self, repository: str, files: Mapping[str, str | bytes], *tags: str, branch: str | None = None) -> str:
         """The hash of a new commit that holds these files and no others."""
         there = self.repositories.setdefault(repository, _Repository())
-        content = {path: text.encode() for path, text in files.items()}
+        content = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
         parent = there.at('main')
         commit = hashlib.sha1(f'{repository} {len(there.commits)} {sorted(content.items())}'.encode()).hexdigest()
         same = {p for p in content if parent is not None and parent.files.get(p) == content[p]}

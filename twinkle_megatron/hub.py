@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 PATTERNS = ('*.py', '*.json', '*.jsonl', '*.txt', '*.csv', '*.yaml', '*.yml', '*.toml', '*.md')
-"""Which files of a repository are fetched: code and small data, never weights."""
+"""Which files of a plug-in's repository are fetched: code and small data, never weights."""
 
 _log = logging.getLogger('twinkle_megatron')
 
@@ -40,7 +40,14 @@ def switched_on(variable: str) -> bool:
     return os.environ.get(variable, '').strip().lower() in ('1', 'on', 'yes', 'true')
 
 
-def fetch(hub: str, repository: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Snapshot:
+def fetch(
+    hub: str,
+    repository: str,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    patterns: Sequence[str] = PATTERNS,
+    offline: bool | None = None,
+) -> Snapshot:
     """The snapshot of a repository, from 'hf' or 'ms', downloaded unless it is there.
 
     A commit that was fetched before is taken without a look at the network. A branch or a tag (None: the main branch)
@@ -48,16 +55,23 @@ def fetch(hub: str, repository: str, revision: str | None = None, cache_dir: str
 
     Args:
         cache_dir: None: that of the hub's package (`HF_HUB_CACHE`, `MODELSCOPE_CACHE`).
+        patterns: of the files that are wanted.
+        offline: takes what is in the cache, as HF_HUB_OFFLINE=1 does; None: if that says so. Both are for the Hugging
+            Face Hub only.
 
     Errors: ImportError without the hub's package; ValueError where there is no such repository or revision, or no
     right to read it; ConnectionError where the hub cannot be reached and the snapshot is not in the cache.
     """
     if cache_dir is not None:
         cache_dir = Path(cache_dir).expanduser().absolute()
-    return {'hf': _from_hugging_face, 'ms': _from_modelscope}[hub](repository, revision, cache_dir)
+    if hub == 'ms':
+        return _from_modelscope(repository, revision, cache_dir)
+    return _from_hugging_face(repository, revision, cache_dir, patterns, _offline() if offline is None else offline)
 
 
-def _from_hugging_face(repository: str, revision: str | None, cache_dir: Path | None) -> Snapshot:
+def _from_hugging_face(
+    repository: str, revision: str | None, cache_dir: Path | None, patterns: Sequence[str], offline: bool
+) -> Snapshot:
     hub, errors = _module('huggingface_hub', 'huggingface_hub'), _module('huggingface_hub.errors', 'huggingface_hub')
     what = f'hf://{repository}' + (f'@{revision}' if revision else '')
     download = partial(
@@ -65,17 +79,17 @@ def _from_hugging_face(repository: str, revision: str | None, cache_dir: Path | 
         repository,
         revision=revision,
         cache_dir=cache_dir,
-        allow_patterns=list(PATTERNS),
+        allow_patterns=list(patterns),
         endpoint=os.environ.get('HF_ENDPOINT') or None,
     )
     try:
-        folder = download(local_files_only=_offline())
+        folder = download(local_files_only=offline)
     except errors.RevisionNotFoundError as error:
         raise ValueError(f'{what}: the repository has no revision {revision or "main"!r}') from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ValueError(f'{what}: {_NO_REPOSITORY}; for a private one log in: hf auth login, or HF_TOKEN') from error
     except errors.LocalEntryNotFoundError as error:
-        if _offline():
+        if offline:
             raise _not_in_cache(what) from error
         raise _unreachable(what, 'the Hugging Face Hub', error.__cause__ or error) from error
     except Exception as error:
@@ -226,7 +240,8 @@ def _not_in_cache(what: str) -> ConnectionError:
 def _unreachable(what: str, hub: str, error: BaseException) -> ConnectionError:
     return ConnectionError(
         f'{what} is not in the cache, and {hub} cannot be reached ({type(error).__name__}: {error}); where this '
-        'machine has no network, fetch it on one that shares its cache, or copy the code and give file:PATH.py'
+        'machine has no network, fetch it on one that shares its cache, or copy its files here and give their path: '
+        'file:PATH.py of a plug-in, the folder of a model'
     )
 
 

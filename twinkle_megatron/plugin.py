@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
-
-from .groups import Groups, raise_together
-from .hub import Snapshot, fetch, switched_on
+from .groups import Groups
+from .hub import fetch, switched_on
 from .private_package import PrivatePackage
+from .ranks import Ranks
 
 TRUST = 'TWINKLE_TRUST_REMOTE_CODE'
 _METHODS = {'loss': ('__call__',), 'metric': ('accumulate', 'calculate', 'reset')}
@@ -26,7 +24,6 @@ _HUB = re.compile(
 )
 _FILE = re.compile(r'(?P<hub>file):(?P<place>.*\.py)(:(?P<name>[^:]*))?')
 _FORMS = 'ms://group/name, hf://group/name (then @revision, :file.py, :Name, each if wanted), or file:path.py:Name'
-_T = TypeVar('_T')
 _log = logging.getLogger('twinkle_megatron')
 
 
@@ -68,14 +65,15 @@ def load_plugin(
     nowhere, for code that is not trusted, cannot be executed or is not of the kind, and for ranks with different
     code; ConnectionError and ImportError as `twinkle_megatron.hub.fetch`.
     """
-    ranks = _Ranks(groups)
+    ranks = Ranks(groups)
     wanted = ranks.together(partial(_parsed, address, kind, revision))
     ranks.check_alike('addresses', (wanted.text, wanted.revision))
     if wanted.hub == 'file':
         source = ranks.together(lambda: Path(wanted.place).expanduser().absolute())
         folder, file, commit = source.parent, source.name, None
     else:
-        folder, commit = _fetched(ranks, wanted, cache_dir)
+        snapshot = ranks.fetched(lambda revision: fetch(wanted.hub, wanted.place, revision, cache_dir), wanted.revision)
+        folder, commit = snapshot.folder, snapshot.commit
         ranks.together(partial(_check_trust, wanted, folder, commit, trust_remote_code))
         if wanted.revision is None and ranks.is_first:
             _tell_commit(wanted, commit)
@@ -121,67 +119,6 @@ def _parsed(address: Any, kind: str, revision: str | None) -> _Address:
     if found.file is not None and (found.file.startswith('/') or '..' in PurePosixPath(found.file).parts):
         raise ValueError(f'a file must lie in the repository, got {found.file!r} in {address!r}')
     return found
-
-
-class _Ranks:
-    """The ranks that load one plug-in, in step."""
-
-    def __init__(self, groups: Groups | None) -> None:
-        if groups is None:
-            world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-            groups = Groups(dp=world, dp_cp=world)
-        self._groups = groups
-        rank = dist.get_rank() if groups.size > 1 else 0
-        self._me = (rank, socket.gethostname())
-        self._all = sorted(self.gather(self._me))
-        self.is_first = self._me == self._all[0]
-        self.is_first_of_host = self._me == min(other for other in self._all if other[1] == self._me[1])
-
-    def gather(self, item: _T) -> list[_T]:
-        return self._groups.gather_objects(item)
-
-    def of_first(self, item: _T) -> _T:
-        """The item of the first rank."""
-        return min(self.gather((self._me[0], item)), key=lambda pair: pair[0])[1]
-
-    def together(self, work: Callable[[], _T]) -> _T:
-        """What `work` returns on this rank; where it fails on one, its error on all of them."""
-        result = error = None
-        try:
-            result = work()
-        except Exception as caught:
-            if self._groups.size == 1:
-                raise
-            error = caught
-        raise_together(self._groups, error)
-        return result  # pyright: ignore[reportReturnType]
-
-    def check_alike(self, what: str, item: Any) -> None:
-        """ValueError on every rank unless all have the same item."""
-        (first, theirs), *others = sorted(self.gather((self._me[0], item)), key=lambda pair: pair[0])
-        for rank, other in others:
-            if other != theirs:
-                raise ValueError(
-                    f'all ranks must load the same code, but the {what} of rank {rank} differ from those of rank '
-                    f'{first}: {other} and {theirs}'
-                )
-
-
-def _fetched(ranks: _Ranks, wanted: _Address, cache_dir: str | Path | None) -> tuple[Path, str | None]:
-    """Folder and commit of the snapshot on this rank; the first rank finds the commit, the others take that one."""
-    found: Snapshot | None = None
-    revision = wanted.revision
-    for mine in (ranks.is_first, ranks.is_first_of_host, True):
-        get = partial(fetch, wanted.hub, wanted.place, revision, cache_dir)
-        found = ranks.together(get if mine and found is None else partial(_same, found))
-        revision = ranks.of_first(found and found.commit) or revision
-    assert found is not None
-    ranks.check_alike('commits', found.commit)
-    return found.folder, found.commit
-
-
-def _same(item: _T) -> _T:
-    return item
 
 
 def _check_trust(wanted: _Address, folder: Path, commit: str | None, trust: bool | None) -> None:

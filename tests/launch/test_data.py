@@ -13,6 +13,8 @@ from launch import data
 from launch.data import IGNORE, SPECIAL_IDS
 from launch.documents import Turn
 from launch.lines import DataError
+from launch.texts import Texts
+from launch.weights import About
 
 START, END = SPECIAL_IDS[data.START], SPECIAL_IDS[data.END]
 TEXTS = [f'{word} and the {other}' for word in ('fox', 'hound', 'hare', 'owl') for other in ('tree', 'river', 'moon')]
@@ -143,7 +145,7 @@ def test_the_same_data_is_prepared_once_and_other_data_or_settings_anew(tmp_path
 
 def test_a_tokenizer_that_is_given_is_used_and_still_takes_no_text_for_special_tokens(tmp_path, tokenizer):
     path = write(tmp_path, '{"text": "a <|end|> is just text"}', '{"text": "and another"}')
-    folder = prepare(path, tmp_path, tokenizer=tokenizer.to_str())
+    folder = prepare(path, tmp_path, texts=Texts(About(1, 8, 1, tokenizer.get_vocab_size(), tokenizer.to_str())))
     dataset = data.load(folder)
     assert dataset.vocab_size == tokenizer.get_vocab_size()
     assert dataset.tokenizer == tokenizer.to_str(pretty=True)

@@ -46,11 +46,14 @@ BESIDE = '--teacher-weights FILE'
         ('--step 5', 'unrecognized arguments: --step 5'),
         ('--steps 5 --epochs 1', '--steps and --epochs say the same; give one of them'),
         ('--loss grpo', '--loss grpo needs --data FILE, the rollouts; docs/rollouts.md tells what it must hold'),
-        ('--loss bnpo --data r', '--loss bnpo needs --init-weights FILE, the policy that sampled the rollouts'),
+        (
+            '--loss bnpo --data r',
+            '--loss bnpo needs --init-weights FILE or --model, the policy that sampled the rollouts',
+        ),
         ('--loss dpo', '--loss dpo needs --data FILE, the pairs; docs/pairs.md tells what it must hold'),
         (
             '--loss orpo --data p',
-            '--loss orpo needs --init-weights FILE, the policy to start from, which is the reference',
+            '--loss orpo needs --init-weights FILE or --model, the policy to start from, which is the reference',
         ),
         (
             '--loss infonce',
@@ -58,7 +61,7 @@ BESIDE = '--teacher-weights FILE'
         ),
         (
             '--loss infonce --data g',
-            '--loss infonce needs --init-weights FILE, the language model that becomes an encoder',
+            '--loss infonce needs --init-weights FILE or --model, the language model that becomes an encoder',
         ),
         ('--pooling max', "argument --pooling: must be last, mean or first, got 'max'"),
         ('--pooling mean', '--pooling is for --loss infonce, got --loss cross-entropy'),
