@@ -1,13 +1,13 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu lint format bench docs venv clean
+.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu test-twinkle lint format bench docs venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
 
 help: ## this list
 	@echo 'usage: make TARGET'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
 	@echo
 	@echo 'settings of `make demo`, for example  DATA=my.jsonl STEPS=500 make demo'
 	@echo '  DATA=FILE   JSON lines to train on; default: the language reference of Python'
@@ -57,10 +57,14 @@ test-all: venv ## the tests with the long lists
 test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
 	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long'
 
+test-twinkle: venv ## the tests inside a real twinkle-kit, in a second environment, about 2 minutes
+	@.ci/venv-twinkle
+	@.venv-twinkle/bin/python -m pytest -q tests_twinkle
+
 lint: venv ## lint, format and type checks
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
-	@.venv/bin/shellcheck launch/local.sh patches/apply.sh .ci/run .ci/venv
+	@.venv/bin/shellcheck launch/local.sh patches/apply.sh .ci/run .ci/venv .ci/venv-twinkle
 	@$(python) -m pyright --pythonpath $(python)
 
 format: venv ## write the format that lint asks for
@@ -82,6 +86,6 @@ docs: venv ## build the documentation into site/; a warning is an error
 venv: ## set up .venv with this package and what it is tested with
 	@PYTHON="$${PYTHON:-}" .ci/venv
 
-clean: ## remove .venv and all that tools left; runs/ stays
-	rm -rf .venv build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache
+clean: ## remove .venv, .venv-twinkle and all that tools left; runs/ stays
+	rm -rf .venv .venv-twinkle build dist site *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -30,6 +30,12 @@ def checked_arguments(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **given: Any) -> None:
+        if len(args) == 2 and all(isinstance(one, Mapping) for one in args):
+            name = type(self).__name__
+            raise ValueError(
+                f'{name} must be made before it is called, {name}(...), but the class was called with a micro-batch; '
+                f"twinkle-kit's set_loss makes only classes of its own: give it twinkle_megatron.inside_twinkle.{name}"
+            )
         by_position = own[: len(args)]
         for alias, names in _aliases_of(type(self)).items():
             if alias in given and alias not in own and set(names) <= set(own):

@@ -33,6 +33,12 @@ def checked_keywords(accumulate: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(accumulate)
     def checked(self: Metric, inputs: Any = None, outputs: Any = None, **given: Any) -> None:
+        if not isinstance(self, Metric):
+            name = accumulate.__qualname__.split('.')[0]
+            raise ValueError(
+                f"{name} must be made before it is fed, {name}(...), but the class was handed over; twinkle-kit's "
+                f'add_metric makes only classes of its own: give it twinkle_megatron.inside_twinkle.{name}'
+            )
         reject_unknown(given, STEP_KEYWORDS.union(own), f'{type(self).__name__}.accumulate')
         accumulate(self, inputs, outputs, **{name: value for name, value in given.items() if name in own})
 
