@@ -283,6 +283,7 @@ WRONG = {
     'between trained and all': ([[1.0] * 4, *GIVEN[1:]], 'old of sample 0 .* got 4'),
     'no token': ([*GIVEN[:2], [], []], 'old of sample 2 must have .* got 0'),
     'short rows of a tensor': (torch.ones(4, 2), 'old of sample 0 .* got 2'),
+    'matrices of micro-batches': ([torch.ones(2, 6)] * 4, 'old of sample 0 .* one row, and these are several'),
     'a text': ([*GIVEN[:3], 'none'], 'old of sample 3 must be numbers, got str'),
     'a text among numbers': ([1.0, '2.0x', 3.0, 4.0], 'old of sample 1 must be numbers, got str'),
     'None among numbers': ([1.0, 2.0, None, 4.0], 'old of sample 2 must be numbers, got NoneType'),

@@ -190,7 +190,7 @@ def _worst(results: list[Tensor], samples: _Samples, evaluation: Evaluation, top
         trained = samples.labels(number).to(logps.device) != evaluation.ignore_index
         values = -logps.double()
         keys = torch.where(torch.isfinite(values), values, torch.inf).masked_fill(~trained, -torch.inf)
-        for flat in keys.reshape(-1).topk(min(top, keys.numel())).indices.tolist():
+        for flat in keys.reshape(-1).argsort(descending=True, stable=True)[:top].tolist():
             row, column = divmod(flat, values.shape[1])
             if trained[row, column]:
                 found.append(samples.token(number, row, column, float(values[row, column])))

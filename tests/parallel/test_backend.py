@@ -261,7 +261,8 @@ def _from_config(layout):
         cpu.install()
     config = TransformerConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
-        attention_dropout=0.0, gradient_accumulation_fusion=False,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1, deallocate_pipeline_outputs=False,
     )  # fmt: skip
     sizes = {'tp': layout.tp, 'pp': layout.pp, 'cp': layout.cp, 'vpp': layout.vpp}
     model = MegatronModel.from_config(config, 62, optimizer=1e-2, max_sequence_length=64, **sizes)
@@ -284,7 +285,7 @@ def _from_config(layout):
     return losses, wrong, model.groups.size
 
 
-@pytest.mark.parametrize('layout', [Layout(), Layout(tp=2, pp=2), Layout(dp=2, cp=2)], ids=str)
+@pytest.mark.parametrize('layout', [Layout(), Layout(tp=2, pp=2), Layout(pp=2, vpp=2), Layout(dp=2, cp=2)], ids=str)
 def test_a_model_from_a_config_trains(layout):
     for losses, wrong, size in run_ranks(_from_config, layout.world, layout, timeout=120):
         assert size == layout.world

@@ -57,7 +57,7 @@ def split_context(
 
 
 def join_context(parts: Tensor, boundaries: Tensor | None = None) -> Tensor:
-    """The inverse of the split: `[cp, b, s/cp, ...]`, the ranks' parts in rank order, to `[b, s, ...]` in input order."""
+    """The inverse of the split: `[cp, b, s/cp, ...]`, the ranks' parts in rank order, to `[b, s, ...]` as in input."""
     cp_size, rows, local, *rest = parts.shape
     if cp_size == 1:
         return parts[0]

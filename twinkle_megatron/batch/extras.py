@@ -228,6 +228,8 @@ def _by_sequence(key: str, entries: Sequence[Any], row: WholeRows, first: int, h
 def _numbers(key: str, entry: Any, sample: int, of: str = 'sample') -> np.ndarray:
     try:
         if isinstance(entry, Tensor):
+            if entry.dim() > 1 and entry.numel() != max(entry.shape):
+                raise ValueError(f'one {of} has one row, and these are several: {tuple(entry.shape)}')
             return entry.double().cpu().numpy().reshape(-1)
         if entry is None:  # numpy would read it as NaN
             raise TypeError('None stands for no number')

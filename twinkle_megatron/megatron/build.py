@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +53,7 @@ def build(
     known = ('max_sequence_length', 'position_embedding_type', 'rotary_base', 'rotary_percent', 'tied')
     reject_unknown(model, known, 'MegatronModel.from_config')
     _join_processes()
-    _make_groups(tp, pp, cp, vpp, ep)
+    make_groups(tp, pp, cp, vpp, ep, config.hierarchical_context_parallel_sizes)
     config = _in_layout(config, tp, pp, cp, vpp, ep)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -70,7 +72,8 @@ def build(
         at = stage if vpp > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=at)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=at)
-        chunk: Any = GPTModel(config, spec, pre_process=first, post_process=last, vp_stage=at, **settings)
+        ends = {'pre_process': first, 'post_process': last, 'vp_stage': at}
+        chunk: Any = GPTModel(config, spec, mtp_block_spec=_mtp_spec(config, spec, at), **ends, **settings)
         if value_head:
             add_value_head(chunk)
         chunks.append(chunk.cuda() if torch.cuda.is_available() else chunk)
@@ -126,7 +129,8 @@ def _join_processes() -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def _make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int) -> None:
+def make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int, hierarchical: Sequence[int] | None = None) -> None:
+    """Megatron's groups in that layout, where they are not there. ValueError for another layout than they have."""
     from megatron.core import parallel_state as ps
 
     world, product = dist.get_world_size(), tp * pp * cp
@@ -135,6 +139,10 @@ def _make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int) -> None:
             f'tp · pp · cp = {tp} · {pp} · {cp} = {product} must divide the {world} processes; start '
             f'{product} or a multiple of it, for example by torchrun --nproc-per-node {product}'
         )
+    if hierarchical and math.prod(hierarchical) != cp:
+        raise ValueError(
+            f'config.hierarchical_context_parallel_sizes must have the product cp = {cp}, got {list(hierarchical)}'
+        )
     if not ps.model_parallel_is_initialized():
         ps.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -142,6 +150,7 @@ def _make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int) -> None:
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
+            hierarchical_context_parallel_sizes=list(hierarchical) if hierarchical else None,
         )
         return
     there = (
@@ -167,9 +176,25 @@ def _in_layout(config: Any, tp: int, pp: int, cp: int, vpp: int, ep: int) -> Any
         'context_parallel_size': cp,
         'expert_model_parallel_size': ep,
     }
+    if getattr(config, 'microbatch_group_size_per_vp_stage', None) == config.pipeline_model_parallel_size:
+        changes['microbatch_group_size_per_vp_stage'] = pp  # Megatron's default, which it took from the old size
     if pp > 1 and config.pipeline_dtype is None:
         changes['pipeline_dtype'] = config.params_dtype
     return dataclasses.replace(config, **changes)
+
+
+def _mtp_spec(config: Any, layer_spec: Any, vp_stage: int | None) -> Any:
+    """Of the multi-token prediction that the config asks for, where this chunk has it; else None."""
+    if not config.mtp_num_layers:
+        return None
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    engine = torch.cuda.is_available() and _has_transformer_engine()
+    return get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=engine, vp_stage=vp_stage)
+
+
+def _has_transformer_engine() -> bool:
+    return importlib.util.find_spec('transformer_engine') is not None
 
 
 def _layer_spec(config: Any) -> Any:
@@ -180,7 +205,7 @@ def _layer_spec(config: Any) -> Any:
         return cpu_layer_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     from megatron.core.models.gpt import gpt_layer_specs
 
-    if importlib.util.find_spec('transformer_engine') is not None:
+    if _has_transformer_engine():
         return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(num_experts=config.num_moe_experts)
     return gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, normalization=config.normalization

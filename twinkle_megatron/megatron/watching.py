@@ -19,13 +19,14 @@ class Passing(NamedTuple):
     """The output of a module for one micro-batch.
 
     `place` orders the modules as a micro-batch passes them, over all stages: 0 the embedding, n layer n, and behind
-    them the final norm. `number` is that of the micro-batch on this rank.
+    them the final norm. `number` is that of the micro-batch on this rank. `trains`: gradients are wanted of it.
     """
 
     name: str
     place: float
     number: int
     item: Item
+    trains: bool
 
 
 See = Callable[[Passing, Tensor], None]
@@ -92,8 +93,9 @@ def _hooked(runner: Runner, modules: Sequence[tuple[str, float, Any]], see: See)
             hidden = output[0] if isinstance(output, tuple) else output
             if current and isinstance(hidden, Tensor) and hidden.is_floating_point():
                 item, number = current[0]
+                passing = Passing(name, place, number, item, torch.is_grad_enabled())
                 with torch.no_grad():
-                    see(Passing(name, place, number, item), hidden.detach())
+                    see(passing, hidden.detach())
 
         return seen
 
