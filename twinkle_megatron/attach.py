@@ -65,6 +65,8 @@ def attach(
     collective. ValueError for other arguments than the first time, for a loss that is no mean of per-token values, for
     a metric that needs more than tokens, and for a model or a configuration where the hook is not reached.
     """
+    from .megatron.compatibility import check_features
+
     inner = _unwrapped(model)
     wanted = _Wanted.of(loss, metrics, vocab_size, head, init)
     held = vars(inner).get(_KEY)
@@ -72,6 +74,7 @@ def attach(
         found = held()
         found._check_same(wanted)
         return found
+    check_features(inner.config)
     groups = _groups_of(inner)
     found = _sibling(inner, groups)
     if found is None:
@@ -414,17 +417,6 @@ def _check_model(model: Any, head: str) -> None:
         raise ValueError(
             f'{name} computes no loss from labels as GPTModel does, by compute_language_model_loss, so there is '
             'nothing to attach to'
-        )
-    if getattr(config, 'overlap_moe_expert_parallel_comm', False):
-        raise ValueError(
-            'config.overlap_moe_expert_parallel_comm runs the layers one by one instead of the forward of the model, '
-            'so that its labels and loss_mask are not seen; switch it off'
-        )
-    graphs = (getattr(config, 'cuda_graph_impl', None), getattr(config, 'cuda_graph_scope', None))
-    if 'full_iteration' in str(graphs):
-        raise ValueError(
-            'a CUDA graph of the full iteration replays the kernels of the first one without running this code, so '
-            'that metrics would not be fed; use CUDA graphs of layers'
         )
     obstacle = why_no_linear_head(model, config) if head == 'linear' else None
     if obstacle is not None:

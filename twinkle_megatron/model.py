@@ -20,6 +20,9 @@ from .megatron import checks
 from .megatron.accumulation import Accumulation
 from .megatron.build import build
 from .megatron.checkpoint import Training, load_checkpoint, save_checkpoint
+from .megatron.checkpoint_state import Choices
+from .megatron.choices import choices, choose_as
+from .megatron.compatibility import check_reference
 from .megatron.engine import NO_EXTRAS, Engine
 from .megatron.forward_step import Progress
 from .megatron.optimizer import learning_rate, loss_scaling
@@ -414,6 +417,7 @@ class MegatronModel:
             raise ValueError(f'cache must be the path of a directory, got {cache!r}')
         within: Callable[[], Any] = nullcontext
         if chunks is None:
+            check_reference(self.config, adapter_off is not None)
             within = adapter_off or Snapshot(self.chunks, self._engine.models).swapped_in
         engine = self._engine if chunks is None else self._engine.beside(chunks)
         return Reference(engine, self._all_evaluations, within, cache)
@@ -533,8 +537,9 @@ class MegatronModel:
         """Saves weights, optimizer, scheduler, random numbers and the count of steps as a folder of this step in
         `folder`, on a file system that all ranks share, and returns it.
 
-        A save that is interrupted leaves the earlier ones as they are. What metrics have accumulated is not saved, nor
-        are the weights of a `reference`.
+        A save that is interrupted leaves the earlier ones as they are. What metrics have summed up goes with it, and
+        is taken up in the same layout by metrics of the same kinds; so do the choice of the head and the size of its
+        tiles. The weights of a `reference` are not saved.
 
         Args:
             state: more to be kept, such as the position in the data: numbers, strings, tensors, and lists and dicts of
@@ -569,8 +574,18 @@ class MegatronModel:
 
     def _training(self) -> Training:
         """What a checkpoint holds of this rank."""
+        engine, device = self._engine, self._engine.runner.device
         return Training(
-            self.chunks, self._engine.models, self.groups, self.optimizer, self.scheduler, self._given_vocab_size
+            self.chunks,
+            engine.models,
+            self.groups,
+            self.optimizer,
+            self.scheduler,
+            self._given_vocab_size,
+            metrics=[metric for mode in (True, False) for metric in self._metrics[mode]],
+            choices=Choices(
+                lambda: choices(engine.head_choice, device), lambda kept: choose_as(kept, engine.head_choice, device)
+            ),
         )
 
     def calculate_metric(self, is_training: bool = True) -> dict[str, Any]:

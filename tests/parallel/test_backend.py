@@ -29,9 +29,10 @@ from tiny_gpt import Layout, build, initialize, wrap
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.batch import TokenBatch
 from twinkle_megatron.loss.build import LOSSES, build_loss
-from twinkle_megatron.megatron import cpu
+from twinkle_megatron.megatron import cpu, head_choice
 from twinkle_megatron.metric import LossMetric
 from twinkle_megatron.metric.build import METRICS, build_metric
+from twinkle_megatron.vocab_parallel import workspace
 
 # ---- in three parts
 
@@ -254,6 +255,53 @@ def test_a_model_that_was_saved_goes_on_to_the_bit(layout, ddp, tmp_path):
 
 
 # ---- from a config
+
+
+def _kept(layout, folder, elsewhere):
+    def made():
+        model = _trainer(GPT, layout)
+        model.set_loss('cross_entropy')
+        for is_training in (True, False):
+            model.set_metric(LossMetric, is_training=is_training)
+            model.add_metric('accuracy', is_training=is_training)
+        return model
+
+    def shown(model):
+        return [model.metric_values(is_training) for is_training in (True, False)]
+
+    def once(model, seed):
+        batches = micro_batches(GPT, UNEVEN[layout.dp], dist.get_rank(model.groups.dp), seed=seed)
+        model.forward_backward(batches)
+        model.clip_grad_and_step()
+        model.forward_only(batches)
+
+    model = made()
+    once(model, 1)
+    if not elsewhere:
+        model.save(folder)
+    before, choice = shown(model), model._engine.head_choice.state_dict()
+    model = made()
+    workspace.default_workspace_mb.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:  # less memory is free when the run goes on
+        for module in (head_choice, workspace):
+            patch.setattr(module, 'free_memory', lambda kind: 1 << 20)
+        if elsewhere:
+            once(model, 2)  # with sums that are not those of the checkpoint
+        model.load(folder)
+        loaded, tile = shown(model), workspace.default_workspace_mb('cpu')
+        once(model, 3)
+    return before, loaded, choice == model._engine.head_choice.state_dict(), tile
+
+
+def test_sums_of_metrics_and_the_choice_of_the_head_are_saved(tmp_path):
+    results = run_ranks(_kept, 2, Layout(dp=2), tmp_path, False)
+    for before, loaded, same_choice, tile in results:
+        assert loaded == before
+        assert before[0]['total_tokens'] > 0
+        assert same_choice
+        assert tile == 8
+    for _, loaded, _, _ in run_ranks(_kept, 1, Layout(), tmp_path, True):
+        assert all(values.get('total_tokens', 0) == 0 for values in loaded), 'in another layout they start anew'
 
 
 def _from_config(layout):

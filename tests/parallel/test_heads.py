@@ -796,7 +796,7 @@ def _obstacles():
             change(chunks[0].module)
         messages.append(_message(lambda chunks=chunks: MegatronModel(chunks, vocab_size=62, head='linear')))
         model = MegatronModel(chunks, vocab_size=62, max_workspace_mb=1e-6)
-        unhooked.append(model._engine._head_choice.taken(10**9) is logits_taken)
+        unhooked.append(model._engine.head_choice.taken(10**9) is logits_taken)
     return messages, unhooked
 
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..groups import Groups, group_rank, group_size
+from .compatibility import check_saved_as_cut
 from .optimizer import is_megatron
+
+logger = logging.getLogger('twinkle_megatron')
+
+
+class Choices(NamedTuple):
+    """Of a rank: what to keep, and what takes it up again."""
+
+    kept: Callable[[], dict[str, Any]]
+    take: Callable[[Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,8 @@ class Training:
         groups: of this rank; the layout is the whole world.
         optimizer: Megatron's, or a torch optimizer of bare chunks.
         scheduler: anything with `state_dict` and `load_state_dict`.
+        metrics: those of training and of evaluation, whose sums are kept; of another layout they start anew.
+        choices: what else this rank keeps, and how it is put back.
         vocab_size: the true one, where it is known. Without it a vocabulary of another size, which is padded to the
             size of each layout, is not noticed.
     """
@@ -35,6 +48,8 @@ class Training:
     optimizer: Any = None
     scheduler: Any = None
     vocab_size: int | None = None
+    metrics: Sequence[Any] = ()
+    choices: Choices | None = None
 
     @property
     def layout(self) -> dict[str, int]:
@@ -73,6 +88,8 @@ def sharded_state(training: Training, loading: bool, weights_only: bool = False)
         'dp_cp_group': parallel_state.get_data_parallel_group(with_context_parallel=True) if group is None else group,
     }
     models = {f'model{i}': m.sharded_state_dict(metadata=metadata) for i, m in enumerate(training.models)}
+    for model in models.values():
+        check_saved_as_cut(model, group_size(training.groups.tp))
     if weights_only or not is_megatron(training.optimizer):
         return models
     _allocate(training.optimizer)
@@ -139,9 +156,14 @@ def _load_optimizer(optimizer: Any, loaded: dict[Any, Any]) -> None:
 
 
 def own_state(training: Training) -> dict[str, Any]:
-    """What is of no use to other ranks: random numbers, the state of a torch optimizer."""
+    """What is of no use to other ranks: random numbers, the state of a torch optimizer, what metrics have summed up."""
     alone = None if is_megatron(training.optimizer) else training.optimizer
-    return {'random': _random_states(), 'optimizer': None if alone is None else alone.state_dict()}
+    return {
+        'random': _random_states(),
+        'optimizer': None if alone is None else alone.state_dict(),
+        'metrics': [[type(metric).__name__, metric.state_dict()] for metric in training.metrics],
+        'choices': None if training.choices is None else training.choices.kept(),
+    }
 
 
 def restore(training: Training, common: dict[str, Any], own: dict[str, Any] | None) -> None:
@@ -152,8 +174,23 @@ def restore(training: Training, common: dict[str, Any], own: dict[str, Any] | No
         if hasattr(training.scheduler, 'num_steps'):
             training.scheduler.num_steps = 0  # Megatron's adds those of the checkpoint to its own
         training.scheduler.load_state_dict(common['scheduler'])
+    _restore_metrics(training.metrics, [] if own is None else own.get('metrics', []))
     if own is not None:
+        if training.choices is not None and own.get('choices') is not None:
+            training.choices.take(own['choices'])
         _set_random_states(own['random'])
+
+
+def _restore_metrics(metrics: Sequence[Any], kept: Sequence[Any]) -> None:
+    """Those of the same kinds in the same order; else all start anew, as they do in another layout."""
+    if [type(metric).__name__ for metric in metrics] != [name for name, _ in kept]:
+        for metric in metrics:
+            metric.reset()
+        if metrics and kept:
+            logger.warning('twinkle_megatron starts the metrics anew: the checkpoint has those of other kinds')
+        return
+    for metric, (_, state) in zip(metrics, kept, strict=True):
+        metric.load_state_dict(state)
 
 
 def _random_states() -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..groups import Groups, group_rank, group_size
 from ..loss.base import SweepLoss
 from ..loss.pooled import PooledLoss
 from ..vocab_parallel import VocabShard
-from . import cpu
+from . import compatibility, cpu
 from .forward_step import unwrapped
 from .optimizer import is_megatron
 from .schedule import is_ddp
@@ -38,6 +38,8 @@ def check_chunks(
 ) -> None:
     """ValueError for a layout or configuration that would scale gradients wrongly or that nothing here supports;
     `trains`: whether there will be gradients."""
+    compatibility.check_features(config)
+    compatibility.check_not_sharded(chunks)
     wrapped = [is_ddp(chunk) for chunk in chunks]
     if any(wrapped) != all(wrapped):
         raise ValueError("chunks must be all wrapped in Megatron's DistributedDataParallel or all bare, got a mixture")

@@ -73,7 +73,7 @@ class Engine:
             )
         self.pooled = head if isinstance(head, PooledHead) else None
         self._vocabulary = head if isinstance(head, str) else 'auto'
-        self._head_choice = HeadChoice(self._vocabulary, self.models, self.config, self.groups, self._max_workspace_mb)
+        self.head_choice = HeadChoice(self._vocabulary, self.models, self.config, self.groups, self._max_workspace_mb)
 
     def head_for(self, loss: Any) -> PooledHead | None:
         """What stands in place of the logits for this loss: the head that was set, else what the loss asks for.
@@ -218,7 +218,7 @@ class Engine:
         return None
 
     def _taken(self, plan: Plan, evaluation: Evaluation) -> TakeHead:
-        return head_taken if evaluation.head is not None else self._head_choice.taken(plan.most_tokens)
+        return head_taken if evaluation.head is not None else self.head_choice.taken(plan.most_tokens)
 
     def _head_for(self, plan: Plan, evaluation: Evaluation, training: bool) -> TakeHead:
         """How to take the head; a loss that couples several micro-batches gets what they have in common first."""

@@ -6,12 +6,12 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..groups import Groups, group_rank, raise_together
+from ..groups import Groups, group_rank, group_size, raise_together
 from ..vocab_parallel.workspace import check_workspace, default_workspace_mb, free_memory
 from .forward_step import device_of
 from .heads import TakeHead, head_taken, logits_taken, why_no_linear_head
@@ -59,6 +59,16 @@ class HeadChoice:
             self._raise_for_obstacle()
         self._linear = wanted == 'linear'
         self._known: _Known | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been found out, by which 'auto' decides; for a checkpoint."""
+        return {'linear': self._linear, 'known': None if self._known is None else list(self._known)}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        """Decides from now on as the run that kept this, whatever memory is free; nothing unless 'auto'."""
+        if self._wanted == 'auto':
+            self._linear, known = bool(kept['linear']), kept['known']
+            self._known = None if known is None else _Known(*known)
 
     def taken(self, tokens: int) -> TakeHead:
         """How to take the head for micro-batches of up to `tokens` tokens a rank.
@@ -110,8 +120,11 @@ class HeadChoice:
         free = free_memory(device.type)
         if free is not None and device.type != 'cuda':  # the ranks of a host share it
             free //= int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
-        layer = getattr(self._model, 'output_layer', None) if self._groups.is_last_stage else None
-        columns, hidden = (getattr(layer, name, 0) for name in ('output_size_per_partition', 'input_size'))
+        columns = hidden = 0
+        if self._groups.is_last_stage:  # an adapter around the output layer may not tell its sizes
+            layer, ids = getattr(self._model, 'output_layer', None), getattr(self._model, 'vocab_size', None) or 0
+            columns = getattr(layer, 'output_size_per_partition', ids // group_size(self._groups.tp))
+            hidden = getattr(layer, 'input_size', getattr(self._config, 'hidden_size', 0))
         itemsize = next((p.dtype.itemsize for p in self._model.parameters()), 4)
         workspace = self.max_workspace_mb or default_workspace_mb(device.type)
         row = [math.inf if free is None else free, float(self._obstacle is None), columns, hidden, itemsize, workspace]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..vocab_parallel import Logits
+from .compatibility import why_not_plain
 from .lazy_logits import LazyLogits
 
 OnLogits = Callable[[Logits, Tensor], Tensor]
@@ -78,8 +79,13 @@ def why_no_linear_head(model: Any, config: Any) -> str | None:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     layer = getattr(model, 'output_layer', None)
-    if not has_loss_hook(model) or not isinstance(layer, ColumnParallelLinear):
+    if not has_loss_hook(model) or layer is None:
         return f'the last stage, {type(model).__name__}, has no output_layer like that of GPTModel'
+    if not isinstance(layer, ColumnParallelLinear):
+        return (
+            f"the output layer is {type(layer).__name__}, not Megatron's ColumnParallelLinear, and may do more to the "
+            'logits, as an adapter (LoRA) does, or multiply in FP8 (config.fp8_output_proj)'
+        )
     for name in ('forward', '_forward_impl'):
         if name in vars(layer) or getattr(type(layer), name) is not getattr(ColumnParallelLinear, name):
             return f'the output layer, {type(layer).__name__}, has a {name} of its own, which may do more to the logits'
@@ -91,4 +97,5 @@ def why_no_linear_head(model: Any, config: Any) -> str | None:
         return 'the output layer leaves its bias to its caller (skip_bias_add)'
     if layer.explicit_expert_comm or layer.disable_grad_reduce or getattr(layer, 'gtp_remat_size', 1) > 1:
         return 'the output layer does not sum the gradient of its input over the tensor parallel group'
-    return None
+    tied = getattr(model, 'share_embeddings_and_output_weights', False)
+    return why_not_plain(model.shared_embedding_or_output_weight() if tied else layer.weight)

@@ -116,6 +116,17 @@ class Metric:
         """Forgets what was accumulated."""
         self.state.clear()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank has accumulated, for a checkpoint: numbers, strings, tensors, and lists and dicts of them. A
+        metric that keeps more than its `fields` adds it here, and takes it in `load_state_dict`."""
+        return {'fields': self.state.packed().cpu()} if self.fields else {}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        """Takes up what `state_dict` gave, in place of what has been accumulated."""
+        self.reset()
+        if self.fields:
+            self.state.unpack(kept['fields'])
+
     def figures(self, totals: Mapping[str, float]) -> dict[str, float]:
         """`totals`, the reduced fields by name, as the statistics of this metric."""
         raise NotImplementedError(f'{type(self).__name__} declares fields and must define figures(totals)')

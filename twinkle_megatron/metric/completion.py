@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +158,12 @@ class CompletionRewardMetric(Metric):
     def reset(self) -> None:
         """Forgets what was accumulated."""
         self._seen = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'seen': [[*key, *astuple(moments)] for key, moments in self._seen.items()]}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        self._seen = {(kind, name): Moments(*numbers) for kind, name, *numbers in kept['seen']}
 
     def display(self, totals: Mapping[str, float]) -> dict[str, Any]:
         """4 decimals for the documented keys; Twinkle's own stay floats."""

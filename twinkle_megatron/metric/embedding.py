@@ -111,6 +111,14 @@ class EmbeddingMetric(Metric):
         super().reset()
         self._batches, self._unnumbered = {}, 0
 
+    def state_dict(self) -> dict[str, Any]:
+        batches = {number: sums.cpu() for number, sums in self._batches.items()}
+        return {**super().state_dict(), 'batches': batches, 'unnumbered': self._unnumbered}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        super().load_state_dict(kept)
+        self._batches, self._unnumbered = dict(kept['batches']), kept['unnumbered']
+
     def totals(self) -> dict[str, float]:
         """The fields reduced over all ranks; `neg_sim` is -inf where there is none."""
         if self.is_last_stage:

@@ -139,6 +139,13 @@ class GRPOMetric(SweepMetric):
         self.reset()
         return result
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), 'records': self._records, 'sequences': self._sequences}
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        super().load_state_dict(kept)
+        self._records, self._sequences = list(kept['records']), kept['sequences']
+
     def figures(self, totals: Mapping[str, float]) -> dict[str, float]:
         t = totals
         if t['tokens'] == 0:

@@ -77,6 +77,11 @@ class State:
         scalars = list(self._scalars.values())
         return torch.stack(scalars) if scalars else torch.empty(0, dtype=torch.float64, device='cpu')
 
+    def unpack(self, vector: Tensor) -> None:
+        """Replaces all fields by those of a packed vector."""
+        scalars = vector.detach().double().to(self._device).unbind(0)
+        self._scalars = dict(zip(self._fields, scalars, strict=True))
+
     def merged(self, rows: Tensor) -> Tensor:
         """The vectors of all ranks, `rows[ranks, fields]`, merged in rank order."""
         columns = rows.unbind(1)

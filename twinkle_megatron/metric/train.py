@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -102,6 +103,24 @@ class TrainMetric(Metric):
     def reset(self) -> None:
         """Starts a new interval for the speed; the step, the learning rate and the total time go on."""
         self._interval_start, self._interval_step = time.perf_counter(), self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Times as seconds passed: what passes between a save and a load is not counted."""
+        now = time.perf_counter()
+        return {
+            'elapsed': now - self._start,
+            'interval': now - self._interval_start,
+            'interval_step': self._interval_step,
+            'step': self._step,
+            'accumulation': self._accumulation,
+            'lrs': [float(lr) for lr in self._lrs],
+        }
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        self._start, self._interval_start = now - kept['elapsed'], now - kept['interval']
+        self._interval_step, self._step = kept['interval_step'], kept['step']
+        self._accumulation, self._lrs = kept['accumulation'], list(kept['lrs'])
 
     def _by_group(self, suffix: str) -> list[tuple[str, float]]:
         if len(self._lrs) == 1:

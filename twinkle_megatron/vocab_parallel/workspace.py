@@ -40,9 +40,20 @@ def spare_elements(device: torch.device, dtype: torch.dtype, max_workspace_mb: f
     return max(0, whole - tile_elements(device, dtype, max_workspace_mb))
 
 
+_taken: dict[str, float] = {}
+
+
+def take_workspace(device_type: str, mb: float) -> None:
+    """From now on the default: tiles of another size would sum in another order than those of a run that goes on."""
+    _taken[device_type] = mb
+    default_workspace_mb.cache_clear()
+
+
 @functools.cache
 def default_workspace_mb(device_type: str) -> float:
     """From the memory that is free when it is first asked for; a power of two, so that runs alike decide alike."""
+    if device_type in _taken:
+        return _taken[device_type]
     largest, free = _largest(device_type), free_memory(device_type)
     if free is None:
         return largest
