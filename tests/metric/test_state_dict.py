@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ RESPONSES = {'old_logps': torch.full((2, 4), -1.5), 'advantages': torch.tensor([
 
 
 class Own(Metric):
-    fields = {'calls': SUM}
+    fields: ClassVar = {'calls': SUM}
 
     def accumulate(self, inputs, outputs, **facts):
         self.state.fold(calls=1)
