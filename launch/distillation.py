@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import best_tokens, data, gpt
+from launch import best_tokens, data, gpt, survival
 from launch.best_tokens import BestTokens, Sequences
 from launch.distillation_progress import DistillationRecorder
 from launch.options import steps_of
@@ -25,6 +25,7 @@ from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss, GKDLoss
 from twinkle_megatron.metric import SUM, Accuracy, LossMetric, Metric, TrainMetric
 from twinkle_megatron.metric.base import checked_keywords
+from twinkle_megatron.survive import StopSignals
 from twinkle_megatron.vocab_parallel import cross_entropy
 
 
@@ -35,7 +36,7 @@ class Batch(NamedTuple):
     teacher: dict[str, Any]
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stop: StopSignals) -> None:
     """Trains the student."""
     known = data.load(args.dataset) if args.teacher_weights else best_tokens.load(args.dataset)
     args.steps = steps_of(args, len(known.train))
@@ -51,7 +52,7 @@ def train(args: argparse.Namespace) -> None:
 
     recorder = DistillationRecorder(args, batches.teacher_loss(), active=dist.get_rank() == 0)
     recorder.held_out(0, measured(model, batches.held_out(), divergence))
-    for step, chosen in enumerate(orders(len(known.train), args), start=1):
+    for step, chosen in survival.steps(model, orders(len(known.train), args), args, stop):
         model.set_loss(loss)
         inputs, teacher = batches.train(chosen)
         model.forward_backward(inputs=inputs, **(teacher if loss is divergence else {}))

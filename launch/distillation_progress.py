@@ -17,7 +17,6 @@ class DistillationRecorder(Recorder):
     def __init__(self, args: argparse.Namespace, teacher_loss: float | None, *, active: bool) -> None:
         super().__init__(args, 'distillation.png', active=active)
         self._teacher_loss, self._learns = teacher_loss, args.loss == 'gkd'
-        self._held_out: list[Figures] = []
         if active and teacher_loss is not None:
             self._say(f'teacher  held-out loss {teacher_loss:.3f} nats per token')
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import anchors, gpt, weights
+from launch import anchors, gpt, survival, weights
 from launch.anchors import Groups
 from launch.embedding_progress import EmbeddingRecorder, Similarities
 from launch.options import steps_of
@@ -18,9 +18,10 @@ from twinkle_megatron import EmbeddingHead, MegatronModel
 from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import InfonceLoss
 from twinkle_megatron.metric import EmbeddingMetric, TrainMetric
+from twinkle_megatron.survive import StopSignals
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stop: StopSignals) -> None:
     """Makes a sentence encoder of the language model of `args.init_weights`."""
     data, about = anchors.load(args.dataset), weights.read_about(args.init_weights)
     args.steps = steps_of(args, len(data.train))
@@ -34,17 +35,16 @@ def train(args: argparse.Namespace) -> None:
     recorder = EmbeddingRecorder(args, active=dist.get_rank() == 0)
     before = after = evaluate(model, data.held_out, args)
     recorder.held_out(0, before)
-    tokens = 0
+    tokens = survival.Tally()
     # A group that came twice in a step would be its own negative.
-    for step, chosen in enumerate(orders(len(data.train), args, distinct=True), start=1):
+    for step, chosen in survival.steps(model, orders(len(data.train), args, distinct=True), args, stop, tokens=tokens):
         mine = share_of_replica(chosen, args)
         model.forward_backward(inputs=micro_batches(data.train, mine, args.packed))
         model.clip_grad_and_step(args.clip_grad)
-        tokens += data.train.tokens(chosen.tolist())
+        tokens.add(data.train.tokens(chosen.tolist()))
         recorder.step()
         if step % args.log_every == 0 or step == args.steps:
-            recorder.train(step, figures(model, is_training=True) | {'total_tokens': tokens})
-            tokens = 0
+            recorder.train(step, figures(model, is_training=True) | {'total_tokens': tokens.take()})
         if step % args.eval_every == 0 or step == args.steps:
             after = evaluate(model, data.held_out, args)
             recorder.held_out(step, after)

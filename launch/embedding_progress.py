@@ -53,7 +53,6 @@ class EmbeddingRecorder(Recorder):
     def __init__(self, args: argparse.Namespace, *, active: bool) -> None:
         super().__init__(args, 'embedding.png', active=active)
         self._groups_file = args.run / 'held_out.jsonl'
-        self._held_out: list[Figures] = []
         if active:
             self._groups_file.unlink(missing_ok=True)
 

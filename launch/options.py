@@ -30,6 +30,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     layout += '' if args.head == 'auto' else f'-{args.head}'
     layout = layout if LOSSES[args.loss] is TEXT else f'{args.loss}-{layout}'
     args.run = args.runs / (args.name or f'{stem}-{layout}')
+    args.start = 0
     return args
 
 
@@ -141,6 +142,12 @@ def _options() -> dict[str, list[Option]]:
             ('save-dtype', _one_of('float32', 'bfloat16', 'float16'), 'float32', 'of its weights; they are trained in'
              ' float32'),
             ('runs', Path, Path('runs'), 'folder of all runs'),
+            ('resume', _one_of('auto', 'never'), 'never', 'auto goes on from the last checkpoint of this run, where'
+             ' there is one; never removes them'),
+            ('save-every', size, None, 'steps between two checkpoints; default: none but where a signal ends the run'),
+            ('keep', size, 2, 'checkpoints that are kept, the last ones'),
+            ('hang-timeout', positive, 600.0, 'seconds that a step may take before the process ends and says what it'
+             ' waits for'),
             ('name', str, None, 'folder of this run in there; default: made from the data and the layout'),
         ],
     }  # fmt: skip

@@ -15,7 +15,7 @@ from twinkle_megatron import MegatronModel
 from twinkle_megatron.megatron import cpu
 
 
-def start_processes(tp: int, pp: int) -> None:
+def start_processes(args: argparse.Namespace) -> None:
     """Joins the processes and divides them into Megatron's tensor, pipeline and data parallel groups."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
@@ -23,8 +23,9 @@ def start_processes(tp: int, pp: int) -> None:
     else:
         cpu.install()
         backend = 'gloo'
-    dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    parallel_state.initialize_model_parallel(tp, pp)
+    # Longer than the watch over the steps waits: that one can say which group it is.
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.hang_timeout + 60))
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
 
 
 def stop_processes() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import gpt, rollouts, weights
+from launch import gpt, rollouts, survival, weights
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
 from launch.policy_progress import PolicyRecorder
@@ -26,6 +26,7 @@ from twinkle_megatron.metric import (
     LossMetric,
     TrainMetric,
 )
+from twinkle_megatron.survive import StopSignals
 
 LOSSES: dict[str, tuple[type[GRPOLoss], type[GRPOMetric]]] = {
     'grpo': (GRPOLoss, GRPOMetric),
@@ -37,7 +38,7 @@ LOSSES: dict[str, tuple[type[GRPOLoss], type[GRPOMetric]]] = {
 }
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stop: StopSignals) -> None:
     """Trains the policy of `args.init_weights` on what it has sampled."""
     data, about = rollouts.load(args.dataset), weights.read_about(args.init_weights)
     args.steps = steps_of(args, len(data))
@@ -57,8 +58,8 @@ def train(args: argparse.Namespace) -> None:
     if args.beta > 0:
         everything = share_of_replica(torch.arange(len(data)), args)
         reference = log_probs(lambda inputs: model.forward_only(inputs=inputs)['logps'], model, data, everything)
-    tokens = 0
-    for step, chosen in enumerate(orders(len(data), args), start=1):
+    tokens = survival.Tally()
+    for step, chosen in survival.steps(model, orders(len(data), args), args, stop, tokens=tokens, rewards=rewards):
         mine = share_of_replica(chosen, args)
         numbers = torch.cat(mine).tolist()
         extra: dict[str, Any] = {'advantages': advantages[numbers], 'old_logps': [data.old_logps[i] for i in numbers]}
@@ -66,13 +67,12 @@ def train(args: argparse.Namespace) -> None:
             extra['ref_logps'] = [reference[i] for i in numbers]
         model.forward_backward(inputs=micro_batches(data, mine, args.packed), **extra)
         model.clip_grad_and_step(args.clip_grad)
-        tokens += sum(len(data.old_logps[i]) for i in chosen.tolist())
+        tokens.add(sum(len(data.old_logps[i]) for i in chosen.tolist()))
         rewards.accumulate(rewards=named_rewards(data, numbers), completions=[len(data.old_logps[i]) for i in numbers])
         recorder.step()
         if step % args.log_every == 0 or step in (1, args.steps):  # the first says whether the ratios begin at 1
-            recorder.train(step, figures(model, is_training=True) | rewards.values() | {'total_tokens': tokens})
+            recorder.train(step, figures(model, is_training=True) | rewards.values() | {'total_tokens': tokens.take()})
             rewards.reset()
-            tokens = 0
     gpt.save_weights(args, chunk, about.vocab_size, about.tokenizer)
     recorder.finish()
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import gpt, pairs, weights
+from launch import gpt, pairs, survival, weights
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
 from launch.preference_progress import PreferenceRecorder
@@ -20,6 +20,7 @@ from twinkle_megatron.loss import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss
 from twinkle_megatron.loss.preference import PreferenceLossBase
 from twinkle_megatron.metric import DPOMetric, LossMetric, TrainMetric
 from twinkle_megatron.reference import Reference
+from twinkle_megatron.survive import StopSignals
 
 LOSSES: dict[str, tuple[type[PreferenceLossBase], tuple[str, ...]]] = {
     'dpo': (DPOLoss, ('beta', 'loss_type', 'sft_weight', 'label_smoothing')),
@@ -30,7 +31,7 @@ LOSSES: dict[str, tuple[type[PreferenceLossBase], tuple[str, ...]]] = {
 """With their options."""
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stop: StopSignals) -> None:
     """Trains the policy of `args.init_weights` to prefer the chosen responses."""
     data, about = pairs.load(args.dataset), weights.read_about(args.init_weights)
     args.steps = steps_of(args, len(data.train) // 2)
@@ -49,17 +50,16 @@ def train(args: argparse.Namespace) -> None:
     trained = reference_log_probs(policy, model, data.train, args) if loss is DPOLoss else None
     recorder.start(sums(held_out))
     after = held_out
-    tokens = 0
-    for step, chosen in enumerate(orders(len(data.train) // 2, args), start=1):
+    tokens = survival.Tally()
+    for step, chosen in survival.steps(model, orders(len(data.train) // 2, args), args, stop, tokens=tokens):
         mine = responses_of_replica(chosen, args)
         given: dict[str, Any] = {} if trained is None else {'ref_logps': in_order(trained, mine)}
         model.forward_backward(inputs=micro_batches(data.train, mine, args.packed), **given)
         model.clip_grad_and_step(args.clip_grad)
-        tokens += int(data.train.lengths[responses_of(chosen).numpy()].sum())
+        tokens.add(int(data.train.lengths[responses_of(chosen).numpy()].sum()))
         recorder.step()
         if step % args.log_every == 0 or step == args.steps:
-            recorder.train(step, figures(model, is_training=True) | {'total_tokens': tokens})
-            tokens = 0
+            recorder.train(step, figures(model, is_training=True) | {'total_tokens': tokens.take()})
         if step % args.eval_every == 0 or step == args.steps:
             values, after = evaluate(model, data.held_out, held_out, args)
             recorder.held_out(step, values)

@@ -28,7 +28,6 @@ class PreferenceRecorder(Recorder):
     def __init__(self, args: argparse.Namespace, beta: float, *, active: bool) -> None:
         super().__init__(args, 'preference.png', active=active)
         self._pairs_file, self._beta = args.run / 'held_out.jsonl', beta
-        self._held_out: list[Figures] = []
         if active:
             self._pairs_file.unlink(missing_ok=True)
 

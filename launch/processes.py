@@ -1,28 +1,51 @@
 """torchrun, with one line instead of its own traceback where the run is interrupted or one of its processes fails.
 
+SIGTERM and SIGUSR1 go to the processes of this machine, which finish their step, save and end with exit code 85; so
+does this one then. torchrun by itself would end them after half a minute.
+
 usage: python -m launch.processes [torchrun's options] -m launch.train [OPTION ...]
 """
 
 from __future__ import annotations
 
+import signal
 import sys
+from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
 from torch.distributed.run import main as torchrun
+
+from twinkle_megatron.survive import AGAIN
+
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
+_HANDLES = '--signals-to-handle'
 
 
 def main() -> None:
+    if _HANDLES in get_args_parser().format_help():
+        sys.argv[1:1] = [f'{_HANDLES}=SIGINT,SIGHUP,SIGQUIT']  # the others are handled here
+    for number in FORWARDED:
+        signal.signal(number, _forward)
     try:
         torchrun()
     except SignalException as e:
         sys.exit(128 + e.sigval)
     except ChildFailedError as e:
         rank, failure = e.get_first_failure()
+        if failure.exitcode == AGAIN:
+            sys.exit(AGAIN)
         print(
             f'the run failed: rank {rank} ended first, {_how(failure.exitcode)}; its message is above', file=sys.stderr
         )
         sys.exit(1)
+
+
+def _forward(number: int, frame: FrameType | None) -> None:
+    for child in psutil.Process().children():
+        child.send_signal(number)
 
 
 def _how(exitcode: int) -> str:

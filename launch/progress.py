@@ -18,7 +18,8 @@ class Recorder:
     """What recorders of any training do. On processes that are not `active` every method does nothing.
 
     Args:
-        args: the options; the run's folder is `args.run`, emptied of the figures of an earlier run.
+        args: the options; the run's folder is `args.run`, emptied of the figures of an earlier run, or of those behind
+            the step `args.start`, after which this one goes on.
         picture: name of the picture that is drawn at the end.
         active: one process of the run, usually rank 0.
     """
@@ -26,18 +27,35 @@ class Recorder:
     def __init__(self, args: argparse.Namespace, picture: str, *, active: bool) -> None:
         self._active = active
         self._train: list[Figures] = []
+        self._held_out: list[Figures] = []
+        self._start = args.start
         self._digits = len(str(args.steps))
         self._figures_file, self._picture_file = args.run / 'metrics.jsonl', args.run / picture
         self._weights_file = getattr(args, 'save_model', None) or args.save_weights
         if active:
             args.run.mkdir(parents=True, exist_ok=True)
-            self._figures_file.write_text('')
+            self._go_on_with(self._figures_file.read_text().splitlines() if self._start else [])
             self._picture_file.unlink(missing_ok=True)
             quiet = not sys.stderr.isatty()
             self._bar = tqdm(
-                total=args.steps, desc='training', unit='step', disable=quiet, leave=False, dynamic_ncols=True
+                total=args.steps,
+                initial=self._start,
+                desc='training',
+                unit='step',
+                disable=quiet,
+                leave=False,
+                dynamic_ncols=True,
             )
             self._since = time.perf_counter()
+
+    def _go_on_with(self, lines: list[str]) -> None:
+        """Takes up the figures of an earlier part of the run; the last line may have been cut by its end."""
+        known = [json.loads(line) for line in lines if line.endswith('}')]
+        known = [figures for figures in known if figures['step'] <= self._start]
+        self._figures_file.write_text(''.join(json.dumps(figures) + '\n' for figures in known))
+        for figures in known:
+            of_held_out = any(name.startswith('held_out') for name in figures)
+            (self._held_out if of_held_out else self._train).append(figures)
 
     def step(self) -> None:
         """Moves the progress bar on."""
@@ -63,10 +81,12 @@ class Recorder:
         sys.stdout.flush()
 
     def _keep(self, history: list[Figures], figures: Figures) -> None:
+        self._since = time.perf_counter()
+        if self._start and figures['step'] <= self._start:
+            return  # it is there, from an earlier part of the run
         history.append(figures)
         with self._figures_file.open('a', encoding='utf-8') as file:
             file.write(json.dumps(figures) + '\n')
-        self._since = time.perf_counter()
 
     def _end(self, result: str) -> None:
         self._bar.close()
@@ -83,7 +103,6 @@ class TextRecorder(Recorder):
     def __init__(self, args: argparse.Namespace, unigram_nats: float, *, active: bool) -> None:
         super().__init__(args, 'loss.png', active=active)
         self._unigram_nats = unigram_nats
-        self._held_out: list[Figures] = []
 
     def train(self, step: int, values: dict[str, float]) -> None:
         """Shows the training figures since the last call."""

@@ -37,7 +37,7 @@ def main() -> None:
     jobs = json.loads(given.jobs.read_text())
     about = weights.read_about(Path(jobs[0]['weights']))
     args = options.parse([f'--init-weights={jobs[0]["weights"]}', f'--tp={given.tp}', f'--pp={given.pp}', '--steps=1'])
-    start_processes(args.tp, args.pp)
+    start_processes(args)
     chunk = gpt.build(args, about.vocab_size)[0]
     model = MegatronModel(chunk, vocab_size=about.vocab_size, head='logits')
     for job in jobs:

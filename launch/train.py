@@ -10,34 +10,35 @@ from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from launch import data, distillation, embedding, gpt, options, policy, preference
+from launch import data, distillation, embedding, gpt, options, policy, preference, survival
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS, TEXT
 from launch.parallel import figures, orders, start_processes, stop_processes
 from launch.progress import TextRecorder
 from launch.samples import micro_batches
 from twinkle_megatron import MegatronModel
-from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss
 from twinkle_megatron.metric import Accuracy, LossMetric, TrainMetric
+from twinkle_megatron.survive import StopSignals
 
 
 def main() -> None:
     args = options.parse()
     if args.dataset is None:
         raise SystemExit('start this script by launch/local.sh, which prepares the data first')
-    start_processes(args.tp, args.pp)
+    stop = StopSignals()
+    start_processes(args)
+    args.start = survival.find_start(args)
     trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, EMBEDDINGS: embedding.train}
     trains[DISTILLATION] = distillation.train
-    trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]](args)
+    trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]](args, stop)
     stop_processes()
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace, stop: StopSignals) -> None:
     """Trains on text."""
     dataset = data.load(args.dataset)
     args.steps = options.steps_of(args, len(dataset.train))
@@ -50,8 +51,8 @@ def train(args: argparse.Namespace) -> None:
 
     recorder = TextRecorder(args, dataset.unigram_nats, active=dist.get_rank() == 0)
     recorder.held_out(0, evaluate(model, dataset.held_out, args))
-    for step, inputs in enumerate(training_batches(dataset.train, args), start=1):
-        model.forward_backward(inputs=inputs)
+    for step, chosen in survival.steps(model, orders(len(dataset.train), args), args, stop):
+        model.forward_backward(inputs=micro_batches(dataset.train, chosen, args))
         model.clip_grad_and_step(args.clip_grad)
         recorder.step()
         if step % args.log_every == 0 or step == args.steps:
@@ -60,12 +61,6 @@ def train(args: argparse.Namespace) -> None:
             recorder.held_out(step, evaluate(model, dataset.held_out, args))
     gpt.save_weights(args, chunk, dataset.vocab_size, dataset.tokenizer)
     recorder.finish()
-
-
-def training_batches(samples: data.Samples, args: argparse.Namespace) -> Iterator[list[InputFeature]]:
-    """For each step this replica's micro-batches."""
-    for chosen in orders(len(samples), args):
-        yield micro_batches(samples, chosen, args)
 
 
 def evaluate(model: MegatronModel, samples: data.Samples, args: argparse.Namespace) -> dict[str, float]:

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from launch import intervals, options, prepare, task, train
 from tests.launch import demos
 from tests.launch.test_progress import PNG
+from twinkle_megatron.survive import StopSignals
 
 start = partial(demos.start, 'demo_grpo')
 
@@ -28,7 +29,7 @@ def figures(folder):
 
 def pretrain(args):
     parallel_state.initialize_model_parallel()
-    train.train(args)
+    train.train(args, StopSignals())
 
 
 @pytest.mark.long

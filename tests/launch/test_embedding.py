@@ -49,7 +49,7 @@ def test_similarities_are_cosines_and_a_tie_is_no_find():
 
 
 def test_the_end_shows_recall_before_and_after_and_what_a_guess_has(tmp_path, capsys):
-    args = Namespace(run=tmp_path, steps=1, save_weights=None)
+    args = Namespace(run=tmp_path, steps=1, save_weights=None, start=0)
     recorder = EmbeddingRecorder(args, active=True)
     before = Similarities(*map(np.array, ([0.5, 0.25], [0.5, 0.0], [0.5, 0.0], [1, 1])))
     after = Similarities(*map(np.array, ([0.75, 0.5], [0.25, 0.0], [0.25, 0.0], [0, 1])))

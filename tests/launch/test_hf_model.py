@@ -25,6 +25,7 @@ from tests.launch.tiny_policy import TEXT, as_groups, as_pairs
 from tests.plugin_hub import StandIn
 from twinkle_megatron.megatron import hf_config
 from twinkle_megatron.megatron.huggingface import load_chunks
+from twinkle_megatron.survive import StopSignals
 
 ROOT = Path(__file__).parents[2]
 TALK = [{'role': 'user', 'content': 'one two'}, {'role': 'assistant', 'content': 'three four'}]
@@ -46,7 +47,7 @@ def checkpoint(tmp_path_factory):
 
 def in_ranks(args, module):
     parallel_state.initialize_model_parallel(args.tp, args.pp)
-    module.train(args)
+    module.train(args, StopSignals())
 
 
 def lines(path, text):

@@ -25,7 +25,7 @@ def record(args, active):
 
 
 def test_figures_are_json_lines_and_the_curve_is_a_picture(tmp_path, capsys):
-    args = Namespace(run=tmp_path / 'run', steps=2, save_weights=None)
+    args = Namespace(run=tmp_path / 'run', steps=2, save_weights=None, start=0)
     record(args, active=True)
     lines = [json.loads(line) for line in (args.run / 'metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines] == [0, 1, 2, 2]
@@ -49,20 +49,35 @@ def test_figures_are_json_lines_and_the_curve_is_a_picture(tmp_path, capsys):
 
 
 def test_figures_of_an_earlier_run_are_replaced(tmp_path):
-    args = Namespace(run=tmp_path, steps=2, save_weights=None)
+    args = Namespace(run=tmp_path, steps=2, save_weights=None, start=0)
     record(args, active=True)
     record(args, active=True)
     assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 4
 
 
+def test_a_run_that_goes_on_keeps_the_figures_up_to_its_start(tmp_path):
+    record(Namespace(run=tmp_path, steps=2, save_weights=None, start=0), active=True)
+    file = tmp_path / 'metrics.jsonl'
+    whole = file.read_text()
+    file.write_text(whole + '{"step": 3, "train_lo')  # the process ended while it wrote
+    recorder = TextRecorder(Namespace(run=tmp_path, steps=2, save_weights=None, start=1), unigram_nats=6.0, active=True)
+    assert [json.loads(line)['step'] for line in file.read_text().splitlines()] == [0, 1]
+    recorder.held_out(0, {'loss': 9.0, 'accuracy': 0.0})  # is there already
+    recorder.train(2, TRAIN)
+    recorder.held_out(2, {'loss': 4.0, 'accuracy': 0.5})
+    recorder.finish()
+    steps, kinds = zip(*((line['step'], 'train_loss_nats' in line) for line in map(json.loads, file.open())))
+    assert (steps, kinds) == ((0, 1, 2, 2), (False, True, True, False))
+
+
 def test_other_processes_write_and_show_nothing(tmp_path, capsys):
-    record(Namespace(run=tmp_path / 'run', steps=2, save_weights=None), active=False)
+    record(Namespace(run=tmp_path / 'run', steps=2, save_weights=None, start=0), active=False)
     assert not (tmp_path / 'run').exists()
     assert capsys.readouterr() == ('', '')
 
 
 def test_rollouts_show_reward_kl_clip_ratio_and_entropy(tmp_path, capsys):
-    args = Namespace(run=tmp_path, steps=2, save_weights=tmp_path / 'w.npz')
+    args = Namespace(run=tmp_path, steps=2, save_weights=tmp_path / 'w.npz', start=0)
     recorder = PolicyRecorder(args, active=True)
     policy = {'train/approx_kl': 0.125, 'train/clip_ratio': 0.25, 'train/entropy': 2.5, 'train/odd_reward': 3.0}
     for step in (1, 2):
@@ -80,7 +95,7 @@ def test_rollouts_show_reward_kl_clip_ratio_and_entropy(tmp_path, capsys):
 
 
 def test_pairs_show_margin_accuracy_and_log_probs_and_end_with_a_table(tmp_path, capsys):
-    args = Namespace(run=tmp_path, steps=2, save_weights=None)
+    args = Namespace(run=tmp_path, steps=2, save_weights=None, start=0)
     recorder = PreferenceRecorder(args, 0.5, active=True)
     before, after = np.array([[-4.0, -5], [-8, -6]]), np.array([[-3.0, -6], [-8, -7]])
     recorder.start(before)
@@ -111,7 +126,7 @@ def test_pairs_show_margin_accuracy_and_log_probs_and_end_with_a_table(tmp_path,
 
 def test_distillation_shows_divergence_and_loss_and_ends_with_both(tmp_path, capsys):
     for loss, teacher in (('gkd', 4.5), ('cross-entropy', 4.5), ('gkd', None)):
-        args = Namespace(run=tmp_path / loss, steps=1, save_weights=None, loss=loss)
+        args = Namespace(run=tmp_path / loss, steps=1, save_weights=None, start=0, loss=loss)
         recorder = DistillationRecorder(args, teacher, active=True)
         values = TRAIN | {'loss': 0.5, 'cross_entropy': 6.5}
         recorder.held_out(0, values)

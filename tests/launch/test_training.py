@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from ranks import run_ranks
 
 from launch import options, prepare, train
+from twinkle_megatron.survive import StopSignals
 
 ROOT = Path(__file__).parents[2]
 SIZES = {'layers': 2, 'hidden-size': 32, 'vocab-size': 600, 'seq-length': 32, 'log-every': 1, 'eval-every': 4}
@@ -59,7 +60,7 @@ def test_the_linear_head_gives_the_same_curve(tmp_path):
 
 def in_ranks(args):
     parallel_state.initialize_model_parallel(args.tp, args.pp)
-    train.train(args)
+    train.train(args, StopSignals())
 
 
 def _curve(lines):

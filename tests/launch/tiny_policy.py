@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from launch import data, gpt, options, policy, prepare, sampling, weights
 from launch.documents import Turn
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.survive import StopSignals
 
 TEXT = 'one two three four five six seven eight nine ten ' * 3 + 'a = f(b) + 1 = 2 3'
 VOCAB = 301  # odd: Megatron pads it to a multiple of its own
@@ -87,7 +88,7 @@ def trained(*runs, train=policy.train):
     parallel_state.initialize_model_parallel(runs[0].tp, runs[0].pp)
     found = []
     for args in runs:
-        train(args)
+        train(args, StopSignals())
         dist.barrier()  # the first rank has written its files
         found.append(weights.read(args.save_weights) if dist.get_rank() == 0 else None)
     return found
