@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from launch.boards import Boards
+
 Figures = dict[str, Any]
 
 
@@ -46,6 +48,7 @@ class Recorder:
                 leave=False,
                 dynamic_ncols=True,
             )
+            self._boards = Boards(args.run, self._start, vars(args))
             self._since = time.perf_counter()
 
     def _go_on_with(self, lines: list[str]) -> None:
@@ -87,9 +90,11 @@ class Recorder:
         history.append(figures)
         with self._figures_file.open('a', encoding='utf-8') as file:
             file.write(json.dumps(figures) + '\n')
+        self._boards.write(figures)
 
     def _end(self, result: str) -> None:
         self._bar.close()
+        self._boards.close()
         lines = [result, f'picture        {self._picture_file}', f'figures        {self._figures_file}']
         if self._weights_file is not None:
             lines.append(f'weights        {self._weights_file}')
@@ -143,13 +148,18 @@ Curve = tuple[str, str, list[Figures], str]
 """Label, colour, lines of figures, and the key in these."""
 
 
-def draw_panels(path: Path, panels: dict[str, list[Curve]]) -> None:
-    """Curves over the steps as a picture: below each other those of each title, without what has no figures."""
+def draw_panels(
+    path: Path, panels: dict[str, list[Curve]], title: str | None = None, *, from_zero: bool = True
+) -> None:
+    """Curves over the steps as a picture: below each other those of each title, without what has no figures.
+
+    `title`: by default the name of the run. `from_zero`: whether axes of numbers above 0 begin there.
+    """
     from matplotlib.figure import Figure  # slow to import, and only one process draws
 
     figure = Figure(figsize=(7.5, 8), layout='constrained')
-    all_axes = figure.subplots(len(panels), sharex=True)
-    for axes, (title, curves) in zip(all_axes, panels.items()):
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    for axes, (what, curves) in zip(all_axes, panels.items()):
         lowest = 0.0
         for label, color, lines, key in curves:
             known = [line for line in lines if key in line]
@@ -157,14 +167,14 @@ def draw_panels(path: Path, panels: dict[str, list[Curve]]) -> None:
                 steps, values = ([line[name] for line in known] for name in ('step', key))
                 axes.plot(steps, values, color=color, marker='.', label=label)
                 lowest = min(lowest, *values)
-        if lowest == 0:
+        if from_zero and lowest == 0:
             axes.set_ylim(bottom=0)
-        axes.set_title(title, fontsize='medium', loc='left')
+        axes.set_title(what, fontsize='medium', loc='left')
         axes.grid(alpha=0.3)
         if any(label for label, *_ in curves):
             axes.legend()
     all_axes[-1].set_xlabel('optimizer step')
-    figure.suptitle(path.parent.name)
+    figure.suptitle(path.parent.name if title is None else title)
     figure.savefig(path, dpi=150)
 
 

@@ -14,7 +14,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from launch import data, distillation, embedding, gpt, options, policy, preference, survival
+from launch import data, distillation, embedding, gpt, logs, options, policy, preference, survival
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS, TEXT
 from launch.parallel import figures, orders, start_processes, stop_processes
 from launch.progress import TextRecorder
@@ -31,10 +31,13 @@ def main() -> None:
         raise SystemExit('start this script by launch/local.sh, which prepares the data first')
     stop = StopSignals()
     start_processes(args)
+    logs.start(args.run / 'logs', dist.get_rank(), dist.get_world_size())
     args.start = survival.find_start(args)
     trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, EMBEDDINGS: embedding.train}
     trains[DISTILLATION] = distillation.train
-    trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]](args, stop)
+    train_it = trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]]
+    with logs.end_told(args.run):
+        train_it(args, stop)
     stop_processes()
 
 

@@ -1,0 +1,66 @@
+"""Curves of one or several runs beside each other.
+
+    python -m launch.plot runs/one runs/other --key held_out_loss_nats --out curves.png
+
+Reads the `metrics.jsonl` of each folder, also of a run that is still going on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.progress import Curve, draw_panels
+
+USUAL = ('train_loss_nats', 'held_out_loss_nats', 'loss', 'held_out_loss', 'reward', 'grad_norm')
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 2, with one message, for a wrong call."""
+    parser = argparse.ArgumentParser(prog='python -m launch.plot', description=(__doc__ or '').split('\n')[0])
+    parser.add_argument('runs', nargs='+', type=Path, metavar='RUN', help='folder of a run, with its metrics.jsonl')
+    parser.add_argument('--key', action='append', metavar='NAME', help='a figure to draw; may be given several times')
+    parser.add_argument('--out', type=Path, default=Path('curves.png'), help='the picture (%(default)s)')
+    given = parser.parse_args(argv)
+    try:
+        found = {run: read(run) for run in given.runs}
+        keys = chosen(found, given.key)
+    except ValueError as error:
+        print(f'python -m launch.plot: error: {error}', file=sys.stderr)
+        return 2
+    colors = [f'C{number % 10}' for number in range(len(found))]
+    panels: dict[str, list[Curve]] = {
+        key: [(str(run), color, lines, key) for (run, lines), color in zip(found.items(), colors)] for key in keys
+    }
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    draw_panels(given.out, panels, '', from_zero=False)
+    print(f'picture        {given.out}')
+    return 0
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The figures of a run; without a last line that is not whole yet. ValueError where there are none."""
+    path = run / 'metrics.jsonl' if run.is_dir() else run
+    if not path.is_file():
+        raise ValueError(f'there is no {path}; a RUN is the folder of one, such as runs/python-reference-tp2-pp2')
+    lines = [line for line in path.read_text().splitlines() if line.endswith('}')]
+    if not lines:
+        raise ValueError(f'{path} has no figures yet')
+    return [json.loads(line) for line in lines]
+
+
+def chosen(found: dict[Path, list[dict[str, Any]]], keys: Sequence[str] | None) -> list[str]:
+    """The figures to draw: those asked for, or of the usual ones those that there are. ValueError for others."""
+    there = {name for lines in found.values() for line in lines for name in line} - {'step'}
+    unknown = [key for key in keys or () if key not in there]
+    if unknown:
+        raise ValueError(f'no run has the figure {unknown[0]!r}; there are {", ".join(sorted(there))}')
+    return list(keys or [name for name in USUAL if name in there][:3])
+
+
+if __name__ == '__main__':
+    sys.exit(main())
