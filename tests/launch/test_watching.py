@@ -1,4 +1,4 @@
-"""What people watch: a log for each rank, TensorBoard, Weights & Biases, curves of several runs, how a run has ended."""
+"""What people watch: a log of each rank, TensorBoard, Weights & Biases, curves, and how a run has ended."""
 
 from __future__ import annotations
 
