@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from gradients import collect_grads, collect_weights, compare
 from invariance import EMPTY_RANK, UNEVEN, even, micro_batches
+from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from policy import LOSSES as POLICY
 from pooled import KINDS as POOLED
@@ -341,6 +342,27 @@ def test_a_model_from_a_config_trains(layout):
         assert 'tp · pp · cp = 3 · 1 · 1 = 3' in wrong['layout'] or 'groups that Megatron has' in wrong['layout']
         assert 'must be a TransformerConfig' in wrong['config']
         assert "no argument 'max_length'; did you mean 'max_sequence_length'" in wrong['keyword']
+
+
+def _experts(layout, expert_tp):
+    cpu.install()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, hidden_dropout=0.0,
+        attention_dropout=0.0, gradient_accumulation_fusion=False, num_moe_experts=4, add_bias_linear=False,
+        moe_token_dispatcher_type='alltoall', tensor_model_parallel_size=layout.tp, sequence_parallel=layout.tp > 1,
+        expert_tensor_parallel_size=expert_tp,
+    )  # fmt: skip
+    model = MegatronModel.from_config(config, 62, tp=layout.tp, ep=layout.ep, max_sequence_length=64)
+    model.set_loss('cross_entropy')
+    model.forward_backward(micro_batches(GPT, even(layout.dp, 1), dist.get_rank(model.groups.dp)))
+    return model.config.expert_tensor_parallel_size, parallel_state.get_expert_tensor_parallel_world_size()
+
+
+@pytest.mark.parametrize(
+    ('layout', 'expert_tp', 'expected'), [(Layout(tp=2, ep=2), 1, 1), (Layout(tp=2), None, 2)], ids=str
+)
+def test_experts_of_a_config_are_split_as_it_says(layout, expert_tp, expected):
+    assert run_ranks(_experts, 2, layout, expert_tp) == [(expected, expected)] * 2
 
 
 # ---- losses and metrics of one's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import os
@@ -32,6 +33,7 @@ def run_processes(what: str, options: Any, folder: Path) -> None:
     port = _free_port()
     common = what, options, folder, world, port, os.getpid()
     ranks = [context.Process(target=_rank, args=(rank, *common)) for rank in range(world)]
+    signal.signal(signal.SIGTERM, _exit)  # the ranks end with this process
     for process in ranks:
         process.start()
     ends = time.monotonic() + options.timeout
@@ -45,6 +47,8 @@ def run_processes(what: str, options: Any, folder: Path) -> None:
             time.sleep(0.05)
     finally:
         for process in ranks:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # and what Megatron has started to write files
             process.kill()
             process.join()
     errors = sorted(folder.glob('error-*.txt'), key=lambda path: path.stat().st_mtime_ns)
@@ -56,6 +60,7 @@ def run_processes(what: str, options: Any, folder: Path) -> None:
 
 
 def _rank(rank: int, what: str, options: Any, folder: Path, world: int, port: int, parent: int) -> None:
+    os.setpgid(0, 0)
     _end_with(parent)
     os.environ |= {
         'RANK': str(rank),
@@ -86,6 +91,10 @@ def _rank(rank: int, what: str, options: Any, folder: Path, world: int, port: in
         (folder / f'error-{rank}.txt').write_text(f'{text}' if world == 1 else f'on rank {rank}: {text}')
         sys.stdout.flush()
         os._exit(1)
+
+
+def _exit(number: int, frame: Any) -> None:
+    sys.exit(128 + number)
 
 
 def _end_with(parent: int) -> None:

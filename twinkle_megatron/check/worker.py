@@ -15,7 +15,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from torch import Tensor
 
 from ..groups import group_rank, group_size
-from ..megatron.build import make_groups
 from ..megatron.checkpoint_state import Training, read, sharded_state
 from ..megatron.watching import Passing, hidden_states, whole_hidden
 from ..model import MegatronModel
@@ -59,7 +58,6 @@ def locate(options: Any, folder: Path) -> None:
 def _prepared(options: Any, sizes: dict[str, int], replicas: int | None = None) -> tuple[MegatronModel, Any, Any]:
     """The model in that layout, and the inputs and keywords of this rank's replica, or of all `replicas`."""
     setup = _loaded(options.setup)
-    make_groups(**sizes, hierarchical=None)
     model = setup.build(**sizes)
     if not isinstance(model, MegatronModel):
         raise ValueError(f'build must return a MegatronModel, got {type(model).__name__}')
@@ -106,6 +104,10 @@ def _batch(setup: Any, rank: int, size: int) -> tuple[Any, dict[str, Any]]:
     inputs, keywords = found if isinstance(found, tuple) else (found, {})
     if not isinstance(keywords, dict):
         raise ValueError(f'batch must return inputs, or (inputs, dict of keywords), got {type(keywords).__name__}')
+    if 'max_tokens_per_micro_batch' in keywords:
+        raise ValueError(
+            'give micro-batches, or samples and micro_batch_size: each layout packs by a budget differently'
+        )
     return (list(inputs) if isinstance(inputs, (list, tuple)) else [inputs]), keywords
 
 

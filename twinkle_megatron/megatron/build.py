@@ -53,7 +53,7 @@ def build(
     known = ('max_sequence_length', 'position_embedding_type', 'rotary_base', 'rotary_percent', 'tied')
     reject_unknown(model, known, 'MegatronModel.from_config')
     _join_processes()
-    make_groups(tp, pp, cp, vpp, ep, config.hierarchical_context_parallel_sizes)
+    _make_groups(config, tp, pp, cp, vpp, ep)
     config = _in_layout(config, tp, pp, cp, vpp, ep)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
@@ -129,10 +129,11 @@ def _join_processes() -> None:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
-def make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int, hierarchical: Sequence[int] | None = None) -> None:
+def _make_groups(config: Any, tp: int, pp: int, cp: int, vpp: int, ep: int) -> None:
     """Megatron's groups in that layout, where they are not there. ValueError for another layout than they have."""
     from megatron.core import parallel_state as ps
 
+    hierarchical: Sequence[int] | None = config.hierarchical_context_parallel_sizes
     world, product = dist.get_world_size(), tp * pp * cp
     if world % product:
         raise ValueError(
@@ -150,6 +151,7 @@ def make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int, hierarchical: Sequ
             virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
             context_parallel_size=cp,
             expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=_expert_tp(config),
             hierarchical_context_parallel_sizes=list(hierarchical) if hierarchical else None,
         )
         return
@@ -167,6 +169,12 @@ def make_groups(tp: int, pp: int, cp: int, vpp: int, ep: int, hierarchical: Sequ
         )
 
 
+def _expert_tp(config: Any) -> int | None:
+    """What the config asks for; None: as tp, which is the config's default of the size that it was made with."""
+    wanted = config.expert_tensor_parallel_size
+    return None if wanted == config.tensor_model_parallel_size else wanted
+
+
 def _in_layout(config: Any, tp: int, pp: int, cp: int, vpp: int, ep: int) -> Any:
     """The config for that layout, checked by Megatron again."""
     changes: dict[str, Any] = {
@@ -175,6 +183,7 @@ def _in_layout(config: Any, tp: int, pp: int, cp: int, vpp: int, ep: int) -> Any
         'virtual_pipeline_model_parallel_size': vpp if vpp > 1 else None,
         'context_parallel_size': cp,
         'expert_model_parallel_size': ep,
+        'expert_tensor_parallel_size': _expert_tp(config) or tp,
     }
     if getattr(config, 'microbatch_group_size_per_vp_stage', None) == config.pipeline_model_parallel_size:
         changes['microbatch_group_size_per_vp_stage'] = pp  # Megatron's default, which it took from the old size
