@@ -71,4 +71,5 @@ def batch(dp_rank, dp_size):
         labels = ids.roll(-1, 1)
         labels[:, -1 - number :] = -100
         inputs.append({'input_ids': ids, 'labels': labels})
-    return inputs[dp_rank::dp_size]
+    own = inputs[dp_rank::dp_size]
+    return (own, {'max_tokens_per_micro_batch': 32}) if FAULT == 'budget' else own

@@ -72,6 +72,7 @@ def test_what_is_not_finite_is_located(check):
     [
         ('dropout', [], 'hidden_dropout 0'),
         ('chunks', [], 'must return a MegatronModel, got list'),
+        ('budget', [], 'each layout packs by a budget differently'),
         ('raises', ['--tp', '2'], "KeyError: 'no such weights'"),
         ('slow', ['--timeout', '1'], 'took longer than 1 s'),
         ('', ['--tp', '0'], '--tp must be'),
