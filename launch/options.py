@@ -60,6 +60,8 @@ def _options() -> dict[str, list[Option]]:
             ('tp', size, 1, 'tensor parallel size'),
             ('pp', size, 1, 'pipeline parallel size'),
             ('dp', size, 1, 'data parallel size'),
+            ('doctor', bool, None, 'look at layout, versions, network and machines first, and end where something is'
+             ' wrong (docs/doctor.md tells more)'),
         ],
         'model': [
             ('init-weights', Path, None, 'weights to start from; they bring the sizes of the model and its tokenizer'),

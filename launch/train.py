@@ -20,6 +20,7 @@ from launch.parallel import figures, orders, start_processes, stop_processes
 from launch.progress import TextRecorder
 from launch.samples import micro_batches
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.doctor import Layout, require
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss
 from twinkle_megatron.metric import Accuracy, LossMetric, TrainMetric
 from twinkle_megatron.survive import StopSignals
@@ -32,6 +33,9 @@ def main() -> None:
     stop = StopSignals()
     start_processes(args)
     logs.start(args.run / 'logs', dist.get_rank(), dist.get_world_size())
+    if args.doctor:
+        sizes = {'layers': args.layers, 'heads': args.heads, 'hidden_size': args.hidden_size}
+        require(Layout(tp=args.tp, pp=args.pp, **sizes), paths=[str(args.run)])
     args.start = survival.find_start(args)
     trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, EMBEDDINGS: embedding.train}
     trains[DISTILLATION] = distillation.train
