@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import os
-import queue
 import random
 import re
 import shutil
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,19 +38,13 @@ DISTRIBUTED = {'distributed_optimizer': True}
 OVERLAPPED = {'distributed_optimizer': True, 'overlap': True, 'overlap_param_gather': True}
 
 
-QUEUE = next(name for name in vars(filesystem_async) if name.endswith('get_write_results_queue'))
-MEGATRONS_QUEUE = getattr(filesystem_async, QUEUE)
-
-
 @pytest.fixture(scope='module', autouse=True)
 def _faster():
-    """Megatron starts a process for a queue that only saves in the background need, a second or two for each rank; and
-    its distributed optimizer collects garbage, which in a rank looks through all that the parent has imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filesystem_async, QUEUE, lambda *_, **__: queue.Queue())
-        gc.freeze()
-        yield
-        gc.unfreeze()
+    """Megatron's distributed optimizer collects garbage, which in a rank looks through all that the parent has
+    imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def trainer(spec, layout, ddp=None, seed=1234, optimizer=True, scheduler=True, head=False):
@@ -176,9 +170,17 @@ def test_saving_disturbs_nothing_and_training_can_be_set_back(tmp_path):
     run_ranks(_saved_and_back, 2, Layout(dp=2), OVERLAPPED, tmp_path)
 
 
+def _children(folder):
+    model = trainer(DROPOUT, Layout(dp=2))
+    save_checkpoint(folder, training_of(model), step=1)
+    return [child.name() for child in psutil.Process().children(recursive=True)]
+
+
+def test_a_save_leaves_no_process_behind_that_a_signal_to_the_job_could_end(tmp_path):
+    assert run_ranks(_children, 2, tmp_path) == [[], []]
+
+
 def _before_the_first_step(folder, ddp):
-    if ddp:  # once as Megatron has it
-        setattr(filesystem_async, QUEUE, MEGATRONS_QUEUE)
     model = trainer(DROPOUT, Layout(), ddp)
     save_checkpoint(folder, training_of(model), step=0)
     expected = steps(model, DROPOUT, range(3))

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from torch import Tensor
 
 from ..groups import group_rank, group_size
-from ..megatron.checkpoint_state import Training, read, sharded_state
+from ..megatron.checkpoint_state import Training, read, sharded_state, write_sharded
 from ..megatron.watching import Passing, hidden_states, whole_hidden
 from ..model import MegatronModel
 from .gradients import differences, sharded_gradients
@@ -141,7 +141,7 @@ def _save(sharded: dict[str, Any], path: Path) -> None:
     if dist.get_rank() == 0:
         path.mkdir()
     dist.barrier()
-    dist_checkpointing.save(sharded, str(path))
+    write_sharded(sharded, path)
 
 
 def _run(model: MegatronModel, inputs: Any, keywords: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from .checkpoint_files import (
     write,
     written,
 )
-from .checkpoint_state import Training, own_state, read, restore, sharded_state
+from .checkpoint_state import Training, own_state, read, restore, sharded_state, write_sharded
 from .optimizer import is_megatron
 
 __all__ = ['Training', 'latest_step', 'load_checkpoint', 'save_checkpoint']
@@ -71,9 +71,7 @@ def save_checkpoint(
 
     Collective over the whole world. An error on one rank, as of a full disk, is raised on every rank, and the earlier
     checkpoints stay; what an interrupted save has left behind is removed by the next. Megatron's distributed optimizer
-    is gathered in host memory on each rank, 12 bytes for each parameter of the rank ('fully_reshardable'). Where the
-    main module starts training when it is imported, guard that by `if __name__ == '__main__'`: Megatron's writer starts
-    a process.
+    is gathered in host memory on each rank, 12 bytes for each parameter of the rank ('fully_reshardable').
     """
     groups, folder = training.groups, Path(folder)
     with _together(groups):
@@ -99,9 +97,7 @@ def save_checkpoint(
             with _together(groups):
                 sharded = sharded_state(training, loading=False)
             with _together(groups):
-                from megatron.core import dist_checkpointing
-
-                dist_checkpointing.save(sharded, str(part / _MEGATRON))
+                write_sharded(sharded, part / _MEGATRON)
         with _together(groups):
             mine = written(part, training.own_file)
         files = {name: size for sizes in groups.gather_objects(mine) for name, size in sizes.items()}

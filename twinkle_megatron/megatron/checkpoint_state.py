@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,6 +95,22 @@ def sharded_state(training: Training, loading: bool, weights_only: bool = False)
         return models
     _allocate(training.optimizer)
     return {**models, 'optimizer': training.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
+
+
+def write_sharded(sharded: dict[str, Any], path: Path) -> None:
+    """Writes what `sharded_state` describes into a folder that is there. Collective over the world."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    # For saves in the background Megatron keeps a process with a queue, which a signal to all processes of a job ends;
+    # each later save would break. These saves end before they return: a queue of this process does.
+    name = next(name for name in vars(filesystem_async) if name.endswith('get_write_results_queue'))
+    of_megatron = getattr(filesystem_async, name)
+    setattr(filesystem_async, name, lambda *_, **__: queue.Queue())
+    try:
+        dist_checkpointing.save(sharded, str(path))
+    finally:
+        setattr(filesystem_async, name, of_megatron)
 
 
 def read(path: Path, training: Training, sharded: dict[str, Any]) -> None:
