@@ -1,6 +1,6 @@
 # `make` lists what there is. Every target but `help` and `clean` sets up .venv first where that is not done yet.
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu test-twinkle lint format bench docs venv clean
+.PHONY: help demo demo-grpo demo-dpo demo-gkd demo-embed test test-all test-gpu test-twinkle test-slurm lint format bench docs venv clean
 
 python := .venv/bin/python
 pytest := $(python) -m pytest
@@ -46,25 +46,28 @@ demo-gkd: venv ## train a small GPT and distil it into one of half the width; lo
 demo-embed: venv ## make a small GPT an encoder that finds the text to a title; recall and a picture are left in runs/
 	@$(python) -m launch.demo_embed --tp "$${TP:-2}" --pp "$${PP:-2}"
 
-test: venv ## the tests, about 10 minutes on 2 cores
-	@$(pytest) -q -n 2 -m 'not long and not alone'
+test: venv ## the tests, about 14 minutes on 2 cores
+	@$(pytest) -q -n 2 -m 'not long and not alone' --ignore=tests/slurm
 	@$(pytest) -q -m 'not long and alone' tests/vocab_parallel
 
 test-all: venv ## the tests with the long lists
-	@$(pytest) -q -n 2 -m 'not alone'
+	@$(pytest) -q -n 2 -m 'not alone' --ignore=tests/slurm
 	@$(pytest) -q -m alone tests/vocab_parallel
 
 test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
-	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long'
+	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long' --ignore=tests/slurm
 
 test-twinkle: venv ## the tests inside a real twinkle-kit, in a second environment, about 2 minutes
 	@.ci/venv-twinkle
 	@.venv-twinkle/bin/python -m pytest -q tests_twinkle
 
+test-slurm: venv ## the tests of the batch scripts on a real SLURM, where it is installed, about 10 minutes
+	@$(pytest) -q tests/slurm
+
 lint: venv ## lint, format and type checks
 	@$(python) -m ruff check .
 	@$(python) -m ruff format --check .
-	@.venv/bin/shellcheck launch/local.sh patches/apply.sh .ci/run .ci/venv .ci/venv-twinkle
+	@.venv/bin/shellcheck -x launch/local.sh launch/env.sh launch/slurm/*.sh launch/slurm/*.sbatch patches/apply.sh .ci/run .ci/venv .ci/venv-twinkle
 	@$(python) -m pyright --pythonpath $(python)
 
 format: venv ## write the format that lint asks for
