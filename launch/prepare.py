@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -73,12 +74,15 @@ def _save_options(args: argparse.Namespace) -> None:
 
 
 def device_for(processes: int) -> str:
-    """`cuda` where there is a GPU for each process, else `cpu`."""
+    """`cuda` where there is a GPU for each process of a host, as many of the job of SLURM as it has, else `cpu`."""
     import torch  # slow to import, and a wrong option should be told at once
 
+    processes = -(-processes // int(os.environ.get('SLURM_JOB_NUM_NODES', '1')))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < processes:
-        print(f'note      {gpus} GPU(s) for {processes} processes: they run on the CPU instead', file=sys.stderr)
+        print(
+            f'note      {gpus} GPU(s) for {processes} processes of a host: they run on the CPU instead', file=sys.stderr
+        )
     return 'cuda' if gpus >= processes else 'cpu'
 
 

@@ -40,7 +40,7 @@ def main() -> None:
         print(
             f'the run failed: rank {rank} ended first, {_how(failure.exitcode)}; its message is above', file=sys.stderr
         )
-        sys.exit(1)
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
 
 
 def _forward(number: int, frame: FrameType | None) -> None:

@@ -85,10 +85,11 @@ def steps(
                 watchdog.beat(f'the save after step {step}')
                 _save(model, args, parts)
             if ends:
-                _end(step, args)
+                _end(step, args, stop)
 
 
-def _end(step: int, args: argparse.Namespace) -> None:
+def _end(step: int, args: argparse.Namespace, stop: StopSignals) -> None:
+    stop.ignore()
     if dist.get_rank() == 0:
         told = f'stopped after step {step} of {args.steps}, saved in {folder_of(args)}'
         print(f'{told}; the same command with --resume auto goes on', flush=True)

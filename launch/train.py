@@ -42,6 +42,7 @@ def main() -> None:
     train_it = trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]]
     with logs.end_told(args.run):
         train_it(args, stop)
+    stop.ignore()
     stop_processes()
 
 

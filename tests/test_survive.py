@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiny_gpt import Layout, initialize
 
 from twinkle_megatron.groups import Groups
-from twinkle_megatron.survive import HUNG, StopSignals, Watchdog
+from twinkle_megatron.survive import AGAIN, HUNG, StopSignals, Watchdog
 
 
 def _told(number):
@@ -39,6 +39,16 @@ def test_a_signal_on_one_rank_is_agreed_on_at_the_same_step(number):
     assert [seen for seen, _, _ in results] == [[False, False, True, True]] * 3
     assert [noted for _, noted, _ in results] == [None, number, None]
     assert all(after == before for _, _, after in results), 'put back'
+
+
+def test_a_signal_that_comes_again_while_the_process_closes_down_changes_nothing():
+    code = (
+        'import atexit, os, signal, sys\nfrom twinkle_megatron.survive import AGAIN, StopSignals\n'
+        'stop = StopSignals()\nos.kill(os.getpid(), signal.SIGUSR1)\nassert stop.agreed()\nstop.ignore()\n'
+        'class Late:\n    def __del__(self):\n        os.kill(os.getpid(), 10)\n'
+        'sys.late = Late()\nos.kill(os.getpid(), signal.SIGTERM)\nsys.exit(AGAIN)\n'
+    )
+    assert subprocess.run([sys.executable, '-c', code], timeout=50).returncode == AGAIN
 
 
 def test_one_process_needs_no_group():

@@ -67,6 +67,12 @@ class StopSignals:
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return bool(told.item())
 
+    def ignore(self) -> None:
+        """From now on these signals do nothing. Called before the process ends: while Python closes down it puts the
+        default handlers back, and a signal that comes once more would end it with another exit code."""
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
     def close(self) -> None:
         """Puts the earlier handlers back."""
         for number, handler in self._before.items():
