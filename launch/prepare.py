@@ -80,9 +80,8 @@ def device_for(processes: int) -> str:
     processes = -(-processes // int(os.environ.get('SLURM_JOB_NUM_NODES', '1')))
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if 0 < gpus < processes:
-        print(
-            f'note      {gpus} GPU(s) for {processes} processes of a host: they run on the CPU instead', file=sys.stderr
-        )
+        told = f'{gpus} GPU(s) for {processes} processes of a host: they run on the CPU instead'
+        print(f'note      {told}', file=sys.stderr)
     return 'cuda' if gpus >= processes else 'cpu'
 
 
