@@ -11,6 +11,7 @@ usage: sbatch [SBATCH OPTION...] launch/slurm/$1 [OPTION...] [-- OPTION OF launc
                              SLURM_JOB_NODELIST='n[1-2]' SLURM_TASKS_PER_NODE='2(x2)' bash launch/slurm/$1 --dry-run
   --script FILE              run this in place of launch/train.py, with what stands behind --
   --cpu                      no rank sees a GPU
+  --no-doctor                do not look at layout, versions, network and machines before launch/train.py starts
   --grace SECONDS            how long ranks may go on when the first of them has ended; default: 30
   --srun OPTION              one more option for srun, such as --srun=--mem=0; may be repeated
   --container-image IMAGE    run in this image, by pyxis; PYTHON says which interpreter of it, default: python3
@@ -20,7 +21,7 @@ USAGE
 
 # How Python's options are read here: --name VALUE and --name=VALUE.
 read_options() {
-    dry_run='' script='' grace=30 image='' mounts='' srun_more=() program=()
+    dry_run='' doctor=yes script='' grace=30 image='' mounts='' srun_more=() program=()
     while [ $# -gt 0 ]; do
         local name=${1%%=*} value=''
         case $name in
@@ -31,6 +32,7 @@ read_options() {
                 ;;
             --dry-run) dry_run=yes ;;
             --cpu) export LAUNCH_DEVICE=cpu ;;
+            --no-doctor) doctor='' ;;
             --script | --grace | --srun | --container-image | --container-mounts)
                 if [[ $1 == *=* ]]; then
                     value=${1#*=}
@@ -117,7 +119,11 @@ prepare() {
         what=("$script" "${program[@]}")
         return
     fi
-    [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || program+=(--resume auto) # this job has been here before
+    if [ "${SLURM_RESTART_COUNT:-0}" -ne 0 ]; then
+        program+=(--resume auto) # this job has been here before
+    elif [ -n "$doctor" ]; then
+        program+=(--doctor)
+    fi
     what=(-m launch.train "${program[@]}" --dataset 'FOLDER')
     [ -z "$dry_run" ] || return 0
     local plan processes dataset

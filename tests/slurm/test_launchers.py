@@ -34,11 +34,11 @@ def test_ranks_follow_the_nodes_and_meet_on_the_first_one(cluster: Cluster, laun
     )
     finished(cluster, job)
     ranks = lines_of(cluster, job)
-    assert [r['rank'] for r in ranks] == [0, 1, 2, 3]
+    assert [r['rank'] for r in ranks] == [0, 1, 2, 3]  # case 66: all of them were started, each with its own number
     assert [r['node'] for r in ranks] == [NODES[0]] * 2 + [NODES[1]] * 2
     assert [r['local'] for r in ranks] == [0, 1, 0, 1]
     assert {(r['world'], r['local_world'], r['total']) for r in ranks} == {(4, 2, 6)}
-    assert {(r['master'], r['port']) for r in ranks} == {(NODES[0], ranks[0]['port'])}
+    assert {(r['master'], r['port']) for r in ranks} == {(NODES[0], ranks[0]['port'])}  # case 63: where rank 0 is
     assert 10240 <= ranks[0]['port'] < 32768
     assert all(r['others'] == words for r in ranks)
 
@@ -154,6 +154,7 @@ def test_training_runs_over_two_nodes(cluster: Cluster, launcher: str, tmp_path:
     job = cluster.submit(launcher, '--', *options, sbatch=TWO_BY_TWO)
     finished(cluster, job)
     assert (tmp_path / 'run/ends.log').read_text().count('finished') == 1
+    assert 'all-reduce' in cluster.output_of(job), 'the doctor was here'
 
 
 def test_ranks_that_do_not_fill_the_layout_are_refused_before_they_start(cluster: Cluster, tmp_path: Path) -> None:
