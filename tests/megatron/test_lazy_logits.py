@@ -442,7 +442,7 @@ def _become(kind):
 
 OBSTACLES = {
     'no output layer': (lambda model: delattr(model, 'output_layer'), 'has no output_layer'),
-    'another layer': (lambda model: setattr(model, 'output_layer', torch.nn.Linear(2, 2)), 'has no output_layer'),
+    'another layer': (lambda model: setattr(model, 'output_layer', torch.nn.Linear(2, 2)), 'is Linear, not Megatron'),
     'not the last stage': (lambda model: setattr(model, 'post_process', False), 'has no output_layer'),
     'deferred': (lambda model: setattr(model.config, 'defer_embedding_wgrad_compute', True), 'defer_embedding_wgrad'),
     'a capping layer': (_become(_Capped), '_Capped, has a forward of its own'),
