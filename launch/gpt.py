@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from launch import hf_model, weights
 from twinkle_megatron.groups import Groups
 from twinkle_megatron.megatron.cpu_attention import cpu_layer_spec
+from twinkle_megatron.padding import padded_vocab_size
 
 _BY_VOCABULARY = ('embedding.word_embeddings.weight', 'output_layer.weight')
 
@@ -53,11 +54,10 @@ def _gpt(args: argparse.Namespace, vocab_size: int) -> GPTModel:
         return hf_model.chunk(args.init_weights)
     layer_spec = cpu_layer_spec if args.packed else get_gpt_layer_local_spec  # the latter knows no packed rows
     # Megatron wants an equal share of the vocabulary on each rank: the rows past the true size are padding.
-    multiple = 128 * args.tp
     gpt = GPTModel(
         _config(args),
         layer_spec(normalization='RMSNorm'),
-        vocab_size=-(-vocab_size // multiple) * multiple,
+        vocab_size=padded_vocab_size(vocab_size, args.tp),
         max_sequence_length=args.seq_length,
         pre_process=ps.is_pipeline_first_stage(),
         post_process=ps.is_pipeline_last_stage(),

@@ -14,7 +14,7 @@ from torch import Tensor
 from .batch import Counts
 from .custom_loss import overrides_call
 from .evaluation import Evaluation
-from .groups import Groups, group_rank, raise_together
+from .groups import Groups, raise_together
 from .loss.base import TokenLoss
 from .loss.build import build_loss
 from .loss.cross_entropy import ChunkedCrossEntropyLoss, CrossEntropyLoss
@@ -111,7 +111,7 @@ class Attached:
     @property
     def owns_output(self) -> bool:
         """True on the one rank of the layout that should print: of the last stage, the first over TP, DP and CP."""
-        return self.groups.owns_result and group_rank(self.groups.dp_cp) == 0
+        return self.groups.owns_output
 
     def mask(self, loss_mask: Tensor | None) -> None:
         """Tells which tokens of the next forward count, `[b, s]`, 0 where not; for scripts that do not hand

@@ -156,6 +156,11 @@ class Groups:
         return self.is_last_stage and group_rank(self.tp) == 0
 
     @property
+    def owns_output(self) -> bool:
+        """True on the one rank that should print: of the last stage, the first over TP, DP and CP."""
+        return self.owns_result and group_rank(self.dp_cp) == 0
+
+    @property
     def size(self) -> int:
         """Ranks of the whole layout."""
         return group_size(self.tp) * group_size(self.pp) * group_size(self.dp_cp)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .batch import without_labels
 from .evaluation import Evaluation, OutputsAlone
-from .groups import Groups, check_megatron_groups, group_rank
+from .groups import Groups, check_megatron_groups
 from .locate import Located, locate
 from .loss.build import build_loss
 from .loss_watch import LossWatch, is_rerun
@@ -314,7 +314,7 @@ class MegatronModel:
         complaint = None if self._watch is None or is_rerun() else self._watch.complaint(outcome.loss)
         if self._watch is not None and complaint is not None:
             result['located'] = located = locate(self._engine, plan, evaluation.without_metrics(), self._watch.top)
-            if self.groups.owns_result and group_rank(self.groups.dp_cp) == 0:
+            if self.groups.owns_output:
                 logger.error('call %d: %s\n%s', self._calls, complaint, located)
         return result
 

@@ -44,7 +44,8 @@ class Reporter:
         """One call of a schedule."""
         if not self._started:
             self._started, self._wanted = True, self._asked()
-            self._tell_evaluations_apart()
+            if self._wanted is not None:
+                self._tell_evaluations_apart()
         if self._wanted is None:
             return schedule(**call)
         training = not call.get('forward_only', False)

@@ -15,9 +15,9 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from .attach_options import Wanted, add_options, wanted
+from .command_line import Parser
 from .reporter import Reporter, patched
 
 PROGRAM = 'python -m twinkle_megatron.run'
@@ -68,13 +68,8 @@ def parse(argv: Sequence[str]) -> Options:
     return Options(script, tuple(arguments), asked)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         usage='torchrun ... -m twinkle_megatron.run [options] -- pretrain_gpt.py [its own arguments]',
         description='Runs a Megatron-LM training script, unchanged, with another loss and with metrics. The script '

@@ -8,16 +8,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..arguments import above_0
+from ..command_line import SIZES, Parser, add_sizes
 from .compare import compared
 from .processes import Failed, run_processes
 
 PROGRAM = 'python -m twinkle_megatron.check'
-SIZES = ('tp', 'pp', 'cp', 'vpp', 'ep')
 
 
 @dataclass(frozen=True)
@@ -80,13 +79,8 @@ def parse(argv: Sequence[str]) -> tuple[Options, bool]:
     return options, own.locate
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         description='Runs forward and backward of your model on your batch in a layout and in one process, with the '
         'same weights, and reports the first tensor that differs. All processes run on this machine.',
@@ -96,8 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument('setup', metavar='SETUP.py')
-    for name, what in zip(SIZES, ('tensor', 'pipeline', 'context', 'virtual pipeline', 'expert'), strict=True):
-        parser.add_argument(f'--{name}', type=int, default=1, metavar='N', help=f'{what} parallel size (1)')
+    add_sizes(parser)
     parser.add_argument('--dp', type=int, default=1, metavar='N', help='data parallel replicas (1)')
     parser.add_argument(
         '--tolerance',

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from ..command_line import SIZES
 from ..groups import group_rank, group_size
-from ..megatron.checkpoint_state import Training, read, sharded_state, write_sharded
+from ..megatron.checkpoint_state import read, sharded_state, write_sharded
 from ..megatron.watching import Passing, hidden_states, whole_hidden
 from ..model import MegatronModel
 from .gradients import differences, sharded_gradients
@@ -29,9 +30,9 @@ def layout(options: Any, folder: Path) -> None:
     """One call in the layout."""
     model, inputs, keywords = _prepared(options, options.sizes)
     record: dict[str, Any] = {'unequal': unequal_replicas(model._engine.models, model.groups)}
-    _save(sharded_state(_training(model), loading=False, weights_only=True), folder / 'weights')
+    _save(sharded_state(model._training(), loading=False, weights_only=True), folder / 'weights')
     record |= _run(model, inputs, keywords)
-    _save(sharded_gradients(_training(model)), folder / 'gradients')
+    _save(sharded_gradients(model._training()), folder / 'gradients')
     torch.save(record, folder / f'layout-{dist.get_rank()}.pt')
 
 
@@ -39,7 +40,7 @@ def reference(options: Any, folder: Path) -> None:
     """The same call in one process, with the weights of the layout and the batches of all its replicas."""
     sizes = dict.fromkeys(options.sizes, 1)
     model, inputs, keywords = _prepared(options, sizes, replicas=options.dp)
-    training = _training(model)
+    training = model._training()
     read(folder / 'weights', training, sharded_state(training, loading=True, weights_only=True))
     record = _run(model, inputs, keywords)
     record['gradients'] = differences(training, folder / 'gradients')
@@ -76,12 +77,11 @@ def _loaded(path: Path) -> Any:
     for name in ('build', 'batch'):
         if not callable(getattr(module, name, None)):
             raise ValueError(f'{path} must define the function {name}; docs/check.md has an example')
-    sizes = ('tp', 'pp', 'cp', 'vpp', 'ep')
     try:
-        inspect.signature(module.build).bind(**dict.fromkeys(sizes, 1))
+        inspect.signature(module.build).bind(**dict.fromkeys(SIZES, 1))
         inspect.signature(module.batch).bind(0, 1)
     except TypeError as error:
-        raise ValueError(f'{path}: build takes {", ".join(sizes)}, batch takes dp_rank, dp_size: {error}') from None
+        raise ValueError(f'{path}: build takes {", ".join(SIZES)}, batch takes dp_rank, dp_size: {error}') from None
     return module
 
 
@@ -131,10 +131,6 @@ def _one_after_the_other(values: list[Any]) -> Any:
         alike = len({value.shape[1:] for value in values}) == 1
         return torch.cat(values) if alike else [row for value in values for row in value]
     return first
-
-
-def _training(model: MegatronModel) -> Training:
-    return Training(model.chunks, model._engine.models, model.groups, vocab_size=model.vocab_size)
 
 
 def _save(sharded: dict[str, Any], path: Path) -> None:

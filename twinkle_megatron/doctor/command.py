@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..arguments import above_0
+from ..command_line import Parser, add_sizes
 from .join import Place, Unreached, meet, place_of
 from .layout import Layout
 from .meeting import Stop
@@ -71,13 +72,8 @@ def parse(
     return Layout(**sizes), place_of(environ), options
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=PROGRAM,
         description='Looks, before anything is trained, at the layout, versions, packages, network and machines of a '
         'run, and says how to mend what is wrong. Start it as the training is started, by torchrun or srun; started '
@@ -85,12 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog='Exit code 0: no line fails; 1: one does; 2: a wrong call. docs/doctor.md explains every line.',
         allow_abbrev=False,
     )
-    for name, what in zip(
-        ('tp', 'pp', 'cp', 'ep', 'vpp'),
-        ('tensor', 'pipeline', 'context', 'expert', 'virtual pipeline'),
-        strict=True,
-    ):
-        parser.add_argument(f'--{name}', type=int, default=1, metavar='N', help=f'{what} parallel size (1)')
+    add_sizes(parser)
     for name, what in (
         ('layers', 'layers of the model'),
         ('heads', 'attention heads'),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..padding import padded_vocab_size
 from .report import FAIL, OK, WARN, Line
 
 Groups = dict[str, list[list[int]]]
@@ -96,7 +97,7 @@ class Layout:
             fix = f'take a hidden size that is a multiple of {part}, or {what} of which it is one'
             yield _divides('hidden size', part, self.hidden_size, told, fix)
         if self.vocab_size is not None:
-            rows = -(-self.vocab_size // (128 * tp)) * 128 * tp
+            rows = padded_vocab_size(self.vocab_size, tp)
             told = f'{self.vocab_size} ids, padded to {rows} = {tp} · {rows // tp} (a multiple of 128 · tp)'
             yield Line('vocabulary', OK, told)
         if self.seq_length is not None:

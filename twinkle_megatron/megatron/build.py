@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..arguments import reject_unknown
+from ..padding import padded_vocab_size
 from . import cpu
 
 
@@ -59,9 +60,8 @@ def build(
     model_parallel_cuda_manual_seed(seed)
     spec = layer_spec or _layer_spec(config)
     tied = bool(model.pop('tied', False))
-    multiple = 128 * tp
     settings = {
-        'vocab_size': -(-vocab_size // multiple) * multiple,
+        'vocab_size': padded_vocab_size(vocab_size, tp),
         'max_sequence_length': 4096,
         'position_embedding_type': 'rope',
         'share_embeddings_and_output_weights': tied,

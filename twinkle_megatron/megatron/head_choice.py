@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..groups import Groups, group_rank, group_size, raise_together
+from ..groups import Groups, group_size, raise_together
 from ..vocab_parallel.workspace import check_workspace, default_workspace_mb, free_memory
 from .forward_step import device_of
 from .heads import TakeHead, head_taken, logits_taken, why_no_linear_head
@@ -97,7 +97,7 @@ class HeadChoice:
         known = self._known = self._known or self._ask()
         logits, linear = 2 * tokens * known.columns * known.itemsize, self._needs(tokens, known)
         self._linear = known.possible and logits > known.free / _SHARE and logits > 2 * linear
-        if (first or self._linear) and self._groups.owns_result and group_rank(self._groups.dp_cp) == 0:
+        if (first or self._linear) and self._groups.owns_output:
             logger.warning(
                 "twinkle_megatron takes head='%s': the logits of %s tokens x %s ids a rank and their gradient take "
                 '%.1f GiB of the %.1f GiB of free memory, a linear head %.1f GiB%s',
