@@ -10,23 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from launch.documents import ROLES, Document, python_reference, read_documents
+from launch.documents import Document, python_reference, read_documents
 from launch.lines import DataError
-
-if TYPE_CHECKING:
-    from launch.texts import Texts
+from launch.texts import Texts
+from launch.tokens import END, SPECIAL_IDS, encode, train_tokenizer
 
 Encode = Callable[[Document], tuple[list[int], list[bool]]]
 """The token ids of a document, and which are trained on."""
 IGNORE = -100
-START, END = '<|start|>', '<|end|>'
-SPECIAL_IDS = {token: i for i, token in enumerate([START, END, *(f'<|{role}|>' for role in ROLES)])}
 HELD_OUT_SHARE, HELD_OUT_CHARACTERS, HELD_OUT_SAMPLES = 0.1, 40_000, 128  # the smallest of the three limits holds
 FORMAT = 1  # raise it when the same documents would give other samples: the old ones are then made anew
 
@@ -108,43 +105,6 @@ def hold_out(sizes: Mapping[str, int], budget: float, largest: float) -> set[str
             chosen.add(key)
             budget -= size
     return chosen or {min(sizes, key=lambda key: sizes[key])}
-
-
-def train_tokenizer(documents: list[Document], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` entries, fewer for little text. Text never turns into special tokens."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=1,
-        special_tokens=list(SPECIAL_IDS),  # they get the first ids, in this order
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator((turn.text for d in documents for turn in d), trainer)
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-def read_tokenizer(text: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json."""
-    tokenizer = Tokenizer.from_str(text)
-    tokenizer.encode_special_tokens = True  # which the file does not say
-    return tokenizer
-
-
-def encode(document: Document, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    """Token ids, and which are trained on: running text, or what the assistant says and the end of its turn."""
-    ids, trained = [SPECIAL_IDS[START]], [False]
-    for turn in document:
-        if turn.role is not None:
-            ids.append(SPECIAL_IDS[f'<|{turn.role}|>'])
-            trained.append(False)
-        tokens = [*tokenizer.encode(turn.text).ids, SPECIAL_IDS[END]]
-        ids += tokens
-        trained += [turn.trained] * len(tokens)
-    return ids, trained
 
 
 def windows(ids: list[int], trained: list[bool], length: int) -> Iterator[tuple[list[int], list[int]]]:

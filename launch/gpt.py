@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from launch import hf_model, weights
+from launch.about import About
 from twinkle_megatron.groups import Groups
 from twinkle_megatron.megatron.cpu_attention import cpu_layer_spec
 from twinkle_megatron.padding import padded_vocab_size
@@ -175,7 +176,7 @@ def save_weights(args: argparse.Namespace, chunk: Any, vocab_size: int, tokenize
         return
     tensors = whole_tensors(chunk.module, vocab_size)
     if torch.distributed.get_rank() == 0:
-        about = weights.About(args.layers, args.hidden_size, args.heads, vocab_size, tokenizer)
+        about = About(args.layers, args.hidden_size, args.heads, vocab_size, tokenizer)
         weights.save(args.save_weights, tensors, about)
 
 

@@ -9,35 +9,14 @@ import json
 import os
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from launch.about import About
+
 _ABOUT = 'about'
-
-
-@dataclass(frozen=True)
-class About:
-    """The model that a file holds. `tokenizer`: the text of its tokenizer.json."""
-
-    layers: int
-    hidden_size: int
-    heads: int
-    vocab_size: int
-    tokenizer: str
-
-
-@dataclass(frozen=True)
-class Checkpoint(About):
-    """A Hugging Face checkpoint in `folder`. Sequences begin with the ids in `start`, if any, and end with `end`;
-    `chat_template` writes conversations, with the texts of special tokens in `special_words`."""
-
-    folder: Path
-    start: tuple[int, ...]
-    end: int
-    chat_template: str
-    special_words: tuple[tuple[str, str], ...]
 
 
 def save(path: Path, tensors: Mapping[str, np.ndarray], about: About) -> None:

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from launch import best_tokens, data
+from launch import best_tokens, tokens
 from launch.documents import Turn
 from launch.lines import DataError
 
-_trained = data.train_tokenizer([(Turn('one two three'),)], vocab_size=300)
+_trained = tokens.train_tokenizer([(Turn('one two three'),)], vocab_size=300)
 TOKENIZER, VOCAB = _trained.to_str(), _trained.get_vocab_size()
 LINE = {
     'input_ids': [0, 11, 12, 13],

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from launch import data
-from launch.data import IGNORE, SPECIAL_IDS
+from launch import data, tokens
+from launch.about import About
+from launch.data import IGNORE
 from launch.documents import Turn
 from launch.lines import DataError
 from launch.texts import Texts
-from launch.weights import About
+from launch.tokens import SPECIAL_IDS
 
-START, END = SPECIAL_IDS[data.START], SPECIAL_IDS[data.END]
+START, END = SPECIAL_IDS[tokens.START], SPECIAL_IDS[tokens.END]
 TEXTS = [f'{word} and the {other}' for word in ('fox', 'hound', 'hare', 'owl') for other in ('tree', 'river', 'moon')]
 DOCUMENTS = [(Turn(text),) for text in TEXTS]
 TALK = (Turn('Name a bird.', 'user'), Turn('The owl.', 'assistant'), Turn('Another?', 'user'), Turn('No.', 'assistant'))
@@ -24,7 +25,7 @@ TALK = (Turn('Name a bird.', 'user'), Turn('The owl.', 'assistant'), Turn('Anoth
 
 @pytest.fixture(scope='module')
 def tokenizer():
-    return data.train_tokenizer([*DOCUMENTS, TALK], vocab_size=400)
+    return tokens.train_tokenizer([*DOCUMENTS, TALK], vocab_size=400)
 
 
 documents = st.lists(st.text(min_size=1, max_size=60).map(lambda text: (Turn(text),)), min_size=1, max_size=30)
@@ -53,7 +54,7 @@ def test_about_a_tenth_of_the_text_is_held_out():
 
 def test_text_comes_back_from_its_tokens_whatever_is_in_it(tokenizer):
     for text in ('The owl.', '  spaces\n\ttabs ', 'žluťoučký 🦉', '<|user|> is just text <|end|>'):
-        ids, trained = data.encode((Turn(text),), tokenizer)
+        ids, trained = tokens.encode((Turn(text),), tokenizer)
         assert (ids[0], ids[-1]) == (START, END)
         assert not set(ids[1:-1]) & set(SPECIAL_IDS.values())
         assert tokenizer.decode(ids[1:-1]) == text
@@ -61,9 +62,9 @@ def test_text_comes_back_from_its_tokens_whatever_is_in_it(tokenizer):
 
 
 def test_only_what_the_assistant_says_and_its_end_are_labels(tokenizer):
-    ids, trained = data.encode(TALK, tokenizer)
+    ids, trained = tokens.encode(TALK, tokenizer)
     kept = [token for token, keep in zip(ids, trained) if keep]
-    assert tokenizer.decode(kept, skip_special_tokens=False).split(data.END) == ['The owl.', 'No.', '']
+    assert tokenizer.decode(kept, skip_special_tokens=False).split(tokens.END) == ['The owl.', 'No.', '']
     roles = [token for token in ids if token in SPECIAL_IDS.values() and token not in (START, END)]
     assert roles == [SPECIAL_IDS['<|user|>'], SPECIAL_IDS['<|assistant|>']] * 2
 
@@ -78,7 +79,7 @@ def test_windows_make_each_token_but_the_first_a_label_exactly_once(trained, len
 
 
 def test_little_text_gives_a_smaller_vocabulary_without_an_error(tokenizer):
-    assert data.train_tokenizer(DOCUMENTS[:1], vocab_size=8000).get_vocab_size() < 300
+    assert tokens.train_tokenizer(DOCUMENTS[:1], vocab_size=8000).get_vocab_size() < 300
     assert tokenizer.get_vocab_size() <= 400
 
 
@@ -110,7 +111,7 @@ def test_samples_hold_every_document_and_say_how_many_were_cut(tmp_path):
         assert samples.inputs.shape[1] == 16
         for labels in samples.labels:
             decoded += tokenizer.decode(labels[labels != IGNORE].tolist(), skip_special_tokens=False)
-    assert all(text + data.END in decoded for text in [*TEXTS, 'a long one, ' * 40])
+    assert all(text + tokens.END in decoded for text in [*TEXTS, 'a long one, ' * 40])
     assert '(1 document cut into several)' in dataset.summary
     assert f'{len(dataset.train):,} samples' in dataset.summary
 
@@ -151,7 +152,7 @@ def test_a_tokenizer_that_is_given_is_used_and_still_takes_no_text_for_special_t
     assert dataset.tokenizer == tokenizer.to_str(pretty=True)
     labels = [set(row.tolist()) for samples in (dataset.train, dataset.held_out) for row in samples.labels]
     assert all(not row & (set(SPECIAL_IDS.values()) - {END}) for row in labels)
-    again = data.read_tokenizer(dataset.tokenizer)
+    again = tokens.read_tokenizer(dataset.tokenizer)
     assert END not in again.encode('<|end|>').ids
 
 

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from launch import pairs
-from launch.data import SPECIAL_IDS, train_tokenizer
+from launch.about import About
 from launch.documents import Turn
 from launch.lines import DataError
 from launch.responses import micro_batches
-from launch.weights import About
+from launch.tokens import SPECIAL_IDS, train_tokenizer
 from tests.launch.tiny_policy import numbers
 
 TOKENIZER: Tokenizer = train_tokenizer([(Turn('one two three four ' * 5),)], vocab_size=300)

@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from launch import rollouts
-from launch.data import SPECIAL_IDS, train_tokenizer
+from launch.about import About
 from launch.documents import Turn
 from launch.lines import DataError
-from launch.weights import About
+from launch.tokens import SPECIAL_IDS, train_tokenizer
 from twinkle_megatron.advantage import group_advantages
 
 TOKENIZER: Tokenizer = train_tokenizer([(Turn('1 + 1 = 2 3 ' * 5),)], vocab_size=300)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import best_tokens, data, topk_file
+from launch import best_tokens, tokens, topk_file
 from launch.documents import Turn
 
 REPLIES = Path(__file__).parent / 'replies'
@@ -175,7 +175,7 @@ def test_files_that_are_none_and_errors_of_the_server_are_named(tmp_path):
 def test_the_lines_are_a_file_to_train_on(capsys, tmp_path):
     topk_file.main([str(REPLIES / name) for name in ('vllm-completion-prompt.json', 'vllm-chat.json')])
     (tmp_path / 'topk.jsonl').write_text(capsys.readouterr().out)
-    tokenizer = data.train_tokenizer([(Turn('one two'),)], vocab_size=300).to_str()
+    tokenizer = tokens.train_tokenizer([(Turn('one two'),)], vocab_size=300).to_str()
     folder = best_tokens.prepare(tmp_path / 'topk.jsonl', tokenizer, seq_length=8, least=1, cache=tmp_path)
     found = best_tokens.load(folder)
     told = [part.indices[i].tolist() for part in (found.train, found.held_out) for i in range(len(part))]

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch import data, gpt, options, policy, prepare, sampling, weights
+from launch import gpt, options, policy, prepare, sampling, tokens, weights
 from launch.documents import Turn
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.survive import StopSignals
@@ -21,7 +21,7 @@ def write_weights(path):
     """2 layers, random, with rather sure opinions."""
     parallel_state.initialize_model_parallel()
     args = options.parse(['--layers=2', '--hidden-size=32', '--save-weights', str(path), '--steps=1'])
-    tokenizer = data.train_tokenizer([(Turn(TEXT),)], vocab_size=VOCAB)
+    tokenizer = tokens.train_tokenizer([(Turn(TEXT),)], vocab_size=VOCAB)
     chunk = gpt.build(args, tokenizer.get_vocab_size())[0]
     chunk.module.output_layer.weight.data.mul_(5)
     gpt.save_weights(args, chunk, tokenizer.get_vocab_size(), tokenizer.to_str())
@@ -33,7 +33,7 @@ def sampled(path, tp, pp, prompts, seed=3, max_tokens=6, micro_batch_size=7):
     parallel_state.initialize_model_parallel(tp, pp)
     chunk = gpt.build(args, VOCAB)[0]
     model = MegatronModel(chunk, vocab_size=VOCAB, head='logits')
-    stop = frozenset([data.SPECIAL_IDS[data.END]])
+    stop = frozenset([tokens.SPECIAL_IDS[tokens.END]])
     settings = {'temperature': TEMPERATURE, 'max_tokens': max_tokens, 'micro_batch_size': micro_batch_size}
     return sampling.sample_completions(model, prompts, seed=seed, stop=stop, **settings)
 
