@@ -155,6 +155,35 @@ def test_metrics_are_those_of_one_process_on_every_rank(layout: Layout, packed: 
         assert len(rank) == (6 if layout.cp == 1 else 5)
 
 
+REWARDS = [0.5, -1.0, 2.0, 0.0, 1.5, 3.0, -0.5, 0.25]
+LENGTHS = [3, 4, 2, 5, 6, 1, 2, 9]
+
+
+def rewarded(layout: Layout) -> dict[str, Any]:
+    """On every rank: what the metric of rewards says after one call, which trains on advantages."""
+    model = twinkle_model(SPEC, layout)
+    model.set_loss(inside_twinkle.GRPOLoss)
+    model.add_metric(inside_twinkle.CompletionRewardMetric, is_training=True)
+    each, replica = 8 // layout.dp, replica_of(model)
+    mine = slice(replica * each, (replica + 1) * each)
+    model.forward_backward(
+        inputs=samples()[mine],
+        micro_batch_size=SIZE,
+        advantages=extras()['advantages'][mine],
+        rewards=REWARDS[mine],
+        completions=LENGTHS[mine],
+    )
+    return model.calculate_metric(is_training=True)
+
+
+@pytest.mark.parametrize('layout', [Layout(dp=2), Layout(tp=2, pp=2), Layout(cp=2)], ids=str)
+def test_rewards_count_each_sample_once_on_every_rank(layout: Layout) -> None:
+    for found in run_ranks(rewarded, layout.world, layout, timeout=40):
+        assert found['mean_reward'] == f'{sum(REWARDS) / 8:.4f}'
+        assert found['mean_completion_length'] == f'{sum(LENGTHS) / 8:.4f}'
+        assert found['reward_std'] == f'{torch.tensor(REWARDS).std():.4f}'
+
+
 def both_ways(layout: Layout) -> list[tuple[str, float, float, Any, Any]]:
     """On every rank: the same loss by Twinkle's model and by ours."""
     model = twinkle_model(SPEC, layout)
