@@ -1,6 +1,7 @@
 """Watches what a call does: collectives in torch.distributed, new tensors, memory."""
 
 import contextlib
+import ctypes
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -77,6 +78,12 @@ class PeakMemory:
 
     def __exit__(self, *error) -> None:
         self.peak = _status('VmHWM') - self.before
+
+
+def return_memory_at_once() -> None:
+    """From now on glibc takes every block of 128 KiB and more from the system and gives it back: what is measured is
+    what tensors hold, not what malloc keeps of them, which differs from run to run. Before anything large is made."""
+    ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD, which moves by itself unless it is set
 
 
 def _status(name: str) -> int:

@@ -24,7 +24,7 @@ from tests.vocab_parallel.divergence_reference import (
     plain,
     run_pair,
 )
-from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak
+from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak, return_memory_at_once
 from tests.vocab_parallel.reference import lay_out
 from twinkle_megatron.vocab_parallel import LinearHead, VocabShard, generalized_jsd, recut
 
@@ -489,6 +489,7 @@ def test_peak_memory_is_that_of_the_gradient(monkeypatch, kernels, beta):
     shard = VocabShard.from_group(columns)
 
     def on_rank():
+        return_memory_at_once()
         student, teacher = (torch.zeros(rows, columns, dtype=torch.bfloat16).fill_(n) for n in (1, 2))
         student.requires_grad_()
 
