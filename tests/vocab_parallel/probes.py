@@ -2,9 +2,10 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,29 +62,29 @@ def _is_dense(x: object) -> bool:
 
 
 def needs_peak(test: Any) -> Any:
-    """For a test of `PeakMemory`: it runs where the kernel tells the peak, and apart from the others, whose heap would
-    show in it."""
+    """For a test of `peak_memory`: it runs where the kernel tells the peak, apart from the others, whose heap would
+    show in it, and in a process that gives memory back at once (the fixture `memory_given_back`)."""
     told = os.access('/proc/self/clear_refs', os.W_OK)
-    return pytest.mark.alone(pytest.mark.skipif(not told, reason='the kernel tells no peak')(test))
+    for mark in (
+        pytest.mark.skipif(not told, reason='the kernel tells no peak'),
+        pytest.mark.usefixtures('memory_given_back'),
+        pytest.mark.alone,
+    ):
+        test = mark(test)
+    return test
 
 
-class PeakMemory:
-    """Bytes that this process needed beyond what it had, at the most, inside the block: `peak`."""
-
-    def __enter__(self) -> 'PeakMemory':
-        with open('/proc/self/clear_refs', 'w') as file:
-            file.write('5')  # the high-water mark starts at what is resident now
-        self.before = _status('VmRSS')
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.peak = _status('VmHWM') - self.before
-
-
-def return_memory_at_once() -> None:
-    """From now on glibc takes every block of 128 KiB and more from the system and gives it back: what is measured is
-    what tensors hold, not what malloc keeps of them, which differs from run to run. Before anything large is made."""
-    ctypes.CDLL(None).mallopt(-3, 128 << 10)  # M_MMAP_THRESHOLD, which moves by itself unless it is set
+def peak_memory(step: Callable[[], object]) -> int:
+    """Bytes that a second call of `step` needs beyond what the process has, at the most; the first one loads what is
+    loaded once: kernels, libraries, buffers. For a test that `needs_peak`."""
+    step()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what it freed into the heap is not there to be used again
+    with open('/proc/self/clear_refs', 'w') as file:
+        file.write('5')  # the high-water mark starts at what is resident now
+    before = _status('VmRSS')
+    step()
+    return _status('VmHWM') - before
 
 
 def _status(name: str) -> int:

@@ -24,7 +24,7 @@ from tests.vocab_parallel.divergence_reference import (
     plain,
     run_pair,
 )
-from tests.vocab_parallel.probes import NewTensors, PeakMemory, needs_peak, return_memory_at_once
+from tests.vocab_parallel.probes import NewTensors, needs_peak, peak_memory
 from tests.vocab_parallel.reference import lay_out
 from twinkle_megatron.vocab_parallel import LinearHead, VocabShard, generalized_jsd, recut
 
@@ -489,17 +489,13 @@ def test_peak_memory_is_that_of_the_gradient(monkeypatch, kernels, beta):
     shard = VocabShard.from_group(columns)
 
     def on_rank():
-        return_memory_at_once()
         student, teacher = (torch.zeros(rows, columns, dtype=torch.bfloat16).fill_(n) for n in (1, 2))
         student.requires_grad_()
 
-        def step(x, t):
-            torch.autograd.grad(generalized_jsd(x, t, shard=shard, beta=beta).sum(), x)
+        def step():
+            torch.autograd.grad(generalized_jsd(student, teacher, shard=shard, beta=beta).sum(), student)
 
-        step(student[:8].detach().requires_grad_(), teacher[:8])  # what is loaded once
-        with PeakMemory() as memory:
-            step(student, teacher)
-        return memory.peak
+        return peak_memory(step)
 
     (peak,) = run_ranks(on_rank, 1, timeout=120)
     assert peak <= 1.1 * 2 * rows * columns
@@ -512,18 +508,17 @@ def test_two_heads_need_no_memory_of_the_size_of_the_logits():
     hidden, weight, own, others = (torch.randn(n, width, generator=g) for n in (rows, columns, rows, columns))
     shard = VocabShard.from_group(columns)
 
-    def sweep(rows):
-        student = [hidden[:rows].detach().requires_grad_(), weight.requires_grad_()]
-        head, teacher = LinearHead(*student, max_workspace_mb=4), LinearHead(own[:rows], others, max_workspace_mb=4)
-        with NewTensors() as new:
-            grads = torch.autograd.grad(generalized_jsd(head, teacher, shard=shard, beta=1).sum(), student)
-        return grads, max(new.sizes)
-
     def on_rank():
-        sweep(8)  # what is loaded once
-        with PeakMemory() as memory:
-            _, largest = sweep(rows)
-        return memory.peak, largest
+        student, largest = [hidden.requires_grad_(), weight.requires_grad_()], []
+
+        def sweep():
+            head, teacher = LinearHead(*student, max_workspace_mb=4), LinearHead(own, others, max_workspace_mb=4)
+            with NewTensors() as new:
+                grads = torch.autograd.grad(generalized_jsd(head, teacher, shard=shard, beta=1).sum(), student)
+            largest.append(max(new.sizes))
+            return grads
+
+        return peak_memory(sweep), max(largest)
 
     ((peak, largest),) = run_ranks(on_rank, 1)
     assert largest <= 4 << 20
