@@ -155,7 +155,7 @@ MTP_OF_0_16 = pytest.mark.skipif(
     not version('megatron-core').startswith('0.16.'),
     reason='later versions scale the MTP loss by token counts of one slice, so it depends on the split',
 )
-PLAIN = Spec()
+PLAIN = Spec(layers=4)
 MOE = Spec(layers=2, experts=4)
 ROPE = Spec(layers=2, position='rope', query_groups=2, vocab_size=61)
 
@@ -292,7 +292,7 @@ def test_a_config_that_trains_rightly_is_taken(chunks, changes):
 
 
 def test_the_refused_interleaving_is_wrong_indeed():
-    spec = Spec(config={'overlap_p2p_comm': False, 'batch_p2p_comm': True})
+    spec = Spec(layers=4, config={'overlap_p2p_comm': False, 'batch_p2p_comm': True})
     layout = Layout(pp=2, vpp=2)
 
     def case(check):

@@ -257,7 +257,7 @@ def test_a_torch_device_mesh_tells_the_groups():
 
 # ---- inside MegatronModel
 
-GPT = Spec(vocab_size=62, pad_vocab_to=4, layers=2)
+GPT = Spec(vocab_size=62, pad_vocab_to=4)
 SAMPLES, LENGTH = 512, 4
 
 

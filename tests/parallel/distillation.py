@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,7 +101,7 @@ def train(
 ) -> dict[str, Result]:
     """On every rank: one forward-backward for each kind."""
     initialize(layout)
-    spec = Spec(**{**vars(STUDENT), 'config': {'calculate_per_token_loss': per_token}})
+    spec = dataclasses.replace(STUDENT, config={'calculate_per_token_loss': per_token})
     chunks = wrap(build(spec, layout))
     model = MegatronModel(chunks, vocab_size=spec.vocab_size, head=head)
     batches = micro_batches(spec, split, dist.get_rank(model.groups.dp), packed)
@@ -127,17 +128,17 @@ def train(
 _references: dict[str, dict[str, Result]] = {}
 
 
-def reference(which: Sequence[int] = ALL) -> dict[str, Result]:
+def reference(student: Spec = STUDENT, which: Sequence[int] = ALL) -> dict[str, Result]:
     """These samples in one process in float64, for each kind. Computed once."""
-    key = repr(which)
+    key = repr((student, which))
     if key not in _references:
-        _references[key] = run_ranks(_reference, 1, which)[0]
+        _references[key] = run_ranks(_reference, 1, student, which)[0]
     return _references[key]
 
 
-def _reference(which: Sequence[int]) -> dict[str, Result]:
+def _reference(student: Spec, which: Sequence[int]) -> dict[str, Result]:
     initialize(Layout())
-    (chunk,) = build(STUDENT)
+    (chunk,) = build(student)
     whole = cut_samples(STUDENT)
     ids, labels = (torch.stack([s[key] for s in whole]).to(device()) for key in ('input_ids', 'labels'))
     positions = torch.arange(LENGTH, device=device()).expand(len(ids), LENGTH)
@@ -145,7 +146,7 @@ def _reference(which: Sequence[int]) -> dict[str, Result]:
     kept[list(which)] = labels[list(which)] != -100
     results = {}
     for kind, (init, spec) in KINDS.items():
-        teacher = _logits(spec)
+        teacher = _logits(dataclasses.replace(spec, layers=student.layers))
         chunk.zero_grad()
         logits = chunk(ids, positions, None)[..., : STUDENT.vocab_size]
         beta, temperature, tail = init['beta'], init.get('temperature', 1.0), init.get('topk_tail', 'renormalize')

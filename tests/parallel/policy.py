@@ -68,10 +68,10 @@ class Rollouts:
 
 
 def rollouts(spec: Spec) -> Rollouts:
-    """Near a uniform policy, so that ratios lie on both sides of every clip."""
-    generator = torch.Generator().manual_seed(7)
+    """Near what the tiny GPT gives, so that ratios lie on both sides of every clip."""
+    generator = torch.Generator().manual_seed(11)
     kept = [int((s['labels'] != -100).sum()) for s in cut_samples(spec)]
-    level = -torch.log(torch.tensor(float(spec.vocab_size)))
+    level = -torch.log(torch.tensor(float(spec.vocab_size))) - 0.7
 
     def near(count: int) -> torch.Tensor:
         return level + 0.5 * torch.randn(count, generator=generator, dtype=torch.float64)

@@ -108,7 +108,7 @@ def samples(spec: Spec, seed: int = 3) -> list[tuple[Sample, Sample]]:
         labels[ignored], ref[ignored] = -100, torch.nan
         return {'input_ids': ids[:-1].clone(), 'labels': labels, 'ref': ref}
 
-    return [(one(a, n, 0.4), one(b, m, 0.0)) for (a, b), (n, m) in zip(LENGTHS, KEPT, strict=True)]
+    return [(one(a, n, 0.5), one(b, m, 0.0)) for (a, b), (n, m) in zip(LENGTHS, KEPT, strict=True)]
 
 
 def in_order(pairs: Sequence[tuple[Any, Any]], order: str) -> list[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -91,6 +92,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
     started = context.Event()
     all_started = context.Barrier(n, action=started.set)
     ranks = []
+    gc.freeze()
     try:
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import invariance
@@ -67,7 +68,7 @@ class Counting:
 def _run(layout, per_token=True):
     """Every kind of loss once: its results, gradients and micro-batches by name."""
     initialize(layout)
-    spec = Spec(**{**vars(GPT), 'config': {'calculate_per_token_loss': per_token}})
+    spec = dataclasses.replace(GPT, config={'calculate_per_token_loss': per_token})
     out = {}
     model = MegatronModel(wrap(build(spec, layout)), vocab_size=62)
     replica, seen = dist.get_rank(model.groups.dp), Counting(model)
@@ -112,18 +113,19 @@ def _run(layout, per_token=True):
     return out, replica, model.groups.is_last_stage
 
 
-def expected(name):
+def expected(name, layout):
     """Of the whole batch in one process: loss, gradients, and what is found of each sample."""
+    spec = GPT.on(layout)
     if name == 'ce':
-        found = invariance.reference(GPT, {})
+        found = invariance.reference(spec, {})
         return found, [row[: len(one['labels'])] for row, one in zip(found.logps[0], text())]
     if name == 'grpo':
-        found = policy.reference(GPT, 'GRPOLoss')
+        found = policy.reference(spec, 'GRPOLoss')
         return found, [row[:n] for row, n in zip(found.logps[0], policy.LENGTHS)]
     if name in pooled.KINDS:
-        found = pooled.reference(GPT)[name]
+        found = pooled.reference(spec)[name]
         return found, found.logps
-    found = preference.reference(GPT)['sigmoid']
+    found = preference.reference(spec)['sigmoid']
     lengths = [n for pair in preference.LENGTHS for n in pair]
     return found, [row[:n] for row, n in zip(found.logps[0], lengths)]
 
@@ -162,7 +164,7 @@ def test_packing_by_a_budget_changes_neither_loss_nor_gradients_nor_results(layo
     every = run_ranks(_run, layout.world, layout, per_token, timeout=90)
     for name in NAMES:
         budget = 24 if name in NAMES[:2] else 48 if name in NAMES[:6] else 64
-        reference, single = expected(name)
+        reference, single = expected(name, layout)
         ranks = [out[name] for out, _, _ in every]
         count = len(ranks[0][2][0]) + ranks[0][2][1]
         for (found, _, (rows, padding), _), (_, replica, _) in zip(ranks, every):
@@ -178,14 +180,15 @@ def test_packing_by_a_budget_changes_neither_loss_nor_gradients_nor_results(layo
             assert len(results) == len(wanted)
             for mine, theirs in zip(results, wanted):
                 torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
-    metrics = expected('grpo')[0].metrics['GRPOMetric']
+    metrics = expected('grpo', layout)[0].metrics['GRPOMetric']
     found = every[0][0]['grpo'][3]
     assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=1e-9, abs=1e-12)
     found = every[0][0]['separated sums'][3]
-    metrics = {key: value for key, value in preference.reference(GPT)['sigmoid'].metrics.items() if key != 'loss'}
+    metrics = dict(preference.reference(GPT.on(layout))['sigmoid'].metrics)
+    del metrics['loss']
     assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=1e-9, abs=1e-12)
     for out, replica, last in every:
-        wanted = of_replica('plain', pooled.reference(GPT)['plain'].logps, layout, replica) if last else []
+        wanted = of_replica('plain', pooled.reference(GPT.on(layout))['plain'].logps, layout, replica) if last else []
         assert len(out['predicted']) == len(wanted)
         for mine, theirs in zip(out['predicted'], wanted):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
@@ -324,7 +327,7 @@ def _in_parts(layout):
 @pytest.mark.parametrize('layout', [Layout(pp=2), Layout(dp=2)], ids=str)
 def test_the_three_parts_pack_alike(layout):
     every = run_ranks(_in_parts, layout.world, layout)
-    reference, single = expected('grpo')
+    reference, single = expected('grpo', layout)
     assert compare([grads for _, _, grads, *_ in every], reference.grads).error < 1e-9
     for seen, loss, _, replica, last in every:
         assert loss == pytest.approx(reference.loss, rel=1e-9)

@@ -31,7 +31,7 @@ from twinkle_megatron.megatron import checkpoint
 from twinkle_megatron.megatron.checkpoint import Training, latest_step, load_checkpoint, save_checkpoint
 from twinkle_megatron.megatron.embedding import add_value_head
 
-SPEC = Spec(vocab_size=62, pad_vocab_to=2, layers=2, dtype=torch.float32)  # padded to 62 under TP 1, to 64 under TP 2
+SPEC = Spec(vocab_size=62, pad_vocab_to=2, dtype=torch.float32)  # padded to 62 under TP 1, to 64 under TP 2
 DROPOUT = dataclasses.replace(SPEC, layers=1, config={'hidden_dropout': 0.2, 'attention_dropout': 0.1})
 HALF = dataclasses.replace(DROPOUT, dtype=torch.bfloat16)
 DISTRIBUTED = {'distributed_optimizer': True}

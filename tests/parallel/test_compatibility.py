@@ -40,7 +40,7 @@ FROM_0_19 = not megatron.core.__version__.startswith(('0.16', '0.17', '0.18'))
 # ---- multi-token prediction
 
 
-MTP = Spec(vocab_size=62, pad_vocab_to=4, layers=2, mtp=1, position='rope')
+MTP = Spec(vocab_size=62, pad_vocab_to=4, mtp=1, position='rope')
 CP = [] if FROM_0_19 else [(Layout(cp=2), False)]  # there Megatron scales by the counts of a CP rank, a split's own
 
 

@@ -202,7 +202,7 @@ def _torch_optimizer_with_ddp():
 
 
 def _mtp_per_micro_batch():
-    spec = Spec(vocab_size=64, mtp=1, layers=2, config={'calculate_per_token_loss': False})
+    spec = Spec(vocab_size=64, mtp=1, config={'calculate_per_token_loss': False})
     initialize(Layout(dp=2))
     MegatronModel(wrap(build(spec, Layout(dp=2))))
 

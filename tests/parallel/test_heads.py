@@ -73,7 +73,7 @@ def test_case_10_gradients_loss_and_metrics_are_those_of_the_formula(spec, layou
 
 def test_multi_token_prediction_trains_through_the_linear_head():
     """MTP calls the output layer several times a micro-batch: all its gradients reach the weight, on every layout."""
-    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, layers=2, position='rope')
+    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, position='rope')
     (expected,) = run_ranks(_plain_mtp, 1, spec)
     for layout, ddp in ((Layout(), {}), (Layout(tp=2, sp=True), {'overlap': True}), (Layout(tp=2, pp=2), {})):
         results = run_ranks(_mtp, layout.world, spec, layout, ddp)
@@ -81,7 +81,7 @@ def test_multi_token_prediction_trains_through_the_linear_head():
 
 
 def test_multi_token_prediction_with_tied_embeddings_is_the_same_with_either_head():
-    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, layers=2, position='rope', tied=True)
+    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, position='rope', tied=True)
     (expected,) = run_ranks(_plain_mtp, 1, spec)
     assert compare(run_ranks(_mtp, 2, spec, Layout(tp=2), {'overlap': True}), expected).error < 1e-9
 
@@ -262,7 +262,7 @@ def _replicated(layout):
 
 # memory -------------------------------------------------------------------------------------------------------------
 
-WIDE = Spec(vocab_size=2048, layers=2)
+WIDE = Spec(vocab_size=2048)
 WEIGHT = TOKENS = 1024 * 32 * 8  # bytes of a rank's output weight, and of a micro-batch's logits, on two ranks
 
 

@@ -19,7 +19,7 @@ MIXTURE = Spec(vocab_size=62, pad_vocab_to=4, experts=4)
 def check(spec: Spec, layout: Layout, split: Split, init: dict | None = None, **kwargs) -> None:
     """One case against the one-process reference: 1e-9 of each tensor's largest entry, in float64."""
     init = init or {}
-    expected = reference(spec, init)
+    expected = reference(spec.on(layout), init)
     run = functools.partial(train_once, init=init, **kwargs)
     results = run_ranks(run, layout.world, spec, layout, split, timeout=90)
     for rank, result in enumerate(results):

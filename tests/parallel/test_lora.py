@@ -22,7 +22,7 @@ from tiny_gpt import Layout, Spec, initialize, unwrapped, wrap
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.attach import attach
 
-LORA = Spec(vocab_size=64, layers=2)
+LORA = Spec(vocab_size=64)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_every_option_of_the_loss_is_exact_on_shards(init):
     [
         (Spec(vocab_size=62, pad_vocab_to=4, tied=True), Layout(tp=2, pp=2), UNEVEN[1]),
         (Spec(vocab_size=62, position='rope'), Layout(cp=2, tp=2), UNEVEN[1]),
-        (Spec(vocab_size=64, experts=4, layers=2), Layout(ep=2, dp=2), UNEVEN[2]),
-        (Spec(vocab_size=64, experts=4, layers=2), Layout(tp=2, dp=2, ep=2, etp=1, sp=True), even(2, 2)),
+        (Spec(vocab_size=64, experts=4), Layout(ep=2, dp=2), UNEVEN[2]),
+        (Spec(vocab_size=64, experts=4), Layout(tp=2, dp=2, ep=2, etp=1, sp=True), even(2, 2)),
         (
             Spec(vocab_size=64, config={'variable_seq_lengths': True, 'moe_token_dispatcher_type': 'alltoall'}),
             Layout(pp=2),
@@ -275,7 +275,7 @@ def _scaled(spec, layout):
 
 def test_multi_token_prediction_trains_on_plain_cross_entropy():
     """MTP calls the head's hook first, for its own losses: gradients are those of Megatron's MTP on a float64 loss."""
-    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1, layers=2)
+    spec = Spec(vocab_size=62, pad_vocab_to=2, mtp=1)
     (expected,) = run_ranks(_plain_mtp, 1, spec)
     # from 0.19 on Megatron scales each MTP loss by token counts of the CP rank, so that it depends on the split
     splits = (Layout(cp=2),) if megatron.core.__version__ < '0.19' else ()

@@ -27,7 +27,7 @@ def check(layout, split, packed, runs, per_token=True, spec=GPT, timeout=90):
     which = tuple(sorted(i for replica in split.replicas for micro_batch in replica for i in micro_batch))
     every = run_ranks(train, layout.world, spec, layout, split, packed, runs, per_token, timeout=timeout)
     for (loss, *_), results in zip(runs, zip(*every)):
-        expected = reference(GPT, loss, which)
+        expected = reference(GPT.on(layout), loss, which)
         for result in results:
             assert result.loss == pytest.approx(expected.loss, rel=1e-9, abs=1e-12)
             assert result.loss == results[0].loss, 'ranks must return the bitwise same loss'

@@ -43,7 +43,7 @@ def run_case(case, spec=GPT, layout=None, timeout=90):
         train, layout.world, spec, layout, case.cut, case.packed, case.head, case.order, case.form, case.per_token,
         timeout=timeout,
     )  # fmt: skip
-    expected = reference(GPT)
+    expected = reference(GPT.on(layout))
     for kind in KINDS:
         results, want = [mine[kind] for mine in every], expected[kind]
         for result in results:

@@ -108,7 +108,7 @@ def _logps(spec, layout, way, head):
 def test_log_probs_of_the_reference_are_those_of_one_process(layout, way):
     head = 'linear' if layout.tp > 1 else 'logits'
     results = run_ranks(_logps, layout.world, GPT, layout, way, head)
-    want = expected(GPT, layout, results[0][1])
+    want = expected(GPT.on(layout), layout, results[0][1])
     for found, _, last, replica in results:
         if not last:
             assert found == []

@@ -75,11 +75,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Spec:
-    """The model: `vocab_size` is the true one; the model's is rounded up to a multiple of `pad_vocab_to * tp`."""
+    """The model: `vocab_size` is the true one; the model's is rounded up to a multiple of `pad_vocab_to * tp`. It has
+    `layers` layers, more where the pipeline has more stages."""
 
     vocab_size: int = 64
     pad_vocab_to: int = 1
-    layers: int = 4
+    layers: int = 2
     hidden: int = 32
     heads: int = 4
     query_groups: int | None = None
@@ -90,6 +91,10 @@ class Spec:
     mtp: int = 0
     dtype: torch.dtype = torch.float64
     config: dict[str, Any] = field(default_factory=dict)  # further TransformerConfig arguments
+
+    def on(self, layout: Layout) -> Spec:
+        """As it is built in this layout."""
+        return dataclasses.replace(self, layers=max(self.layers, layout.pp * layout.vpp))
 
     def padded_vocab(self, tp: int = 1) -> int:
         multiple = self.pad_vocab_to * tp
@@ -128,7 +133,7 @@ def transformer_config(spec: Spec, layout: Layout) -> TransformerConfig:
     """The configuration of `spec` under `layout`; `spec.config` overrides what stands here."""
     half = spec.dtype if spec.dtype in (torch.bfloat16, torch.float16) else None
     values: dict[str, Any] = {
-        'num_layers': spec.layers,
+        'num_layers': spec.on(layout).layers,
         'hidden_size': spec.hidden,
         'num_attention_heads': spec.heads,
         'num_query_groups': spec.query_groups,
