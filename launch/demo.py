@@ -13,8 +13,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from launch import weights
-from launch.lines import DataError
-from launch.tokens import read_tokenizer
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import read_tokenizer
 
 ROOT = Path(__file__).parents[1]
 

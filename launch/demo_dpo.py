@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launch import demo
+from launch.datasets.sentences import Pair, material
 from launch.kinds import PAIRS
-from launch.sentences import Pair, material
 
 SEQUENCE = 96
 MORE = {'orpo': ['--beta=1']}  # at its default, likelihood outweighs preference, and one epoch shows little

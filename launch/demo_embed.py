@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from launch import demo
-from launch.passages import Group, material
+from launch.datasets.passages import Group, material
 
 SEQUENCE = 96
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from launch import demo
+from launch.figures.progress import Curve, draw_panels
 from launch.options import SIZES
-from launch.progress import Curve, draw_panels
 
 STUDENTS = {'distilled': ('gkd', 'tab:orange'), 'from-text': ('cross-entropy', 'tab:blue')}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.intervals import INTERVAL, WHEN, compared, head, row
+from launch.figures.intervals import INTERVAL, WHEN, compared, head, row
 
 
 def report(folder: Path, seeds: Sequence[int], examples: Sequence[tuple[str, str, str]]) -> None:

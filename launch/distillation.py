@@ -14,12 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import best_tokens, data, gpt, survival
-from launch.best_tokens import BestTokens, Sequences
-from launch.distillation_progress import DistillationRecorder
+from launch import gpt, survival
+from launch.datasets import best_tokens, data
+from launch.datasets.best_tokens import BestTokens, Sequences
+from launch.datasets.samples import micro_batches
+from launch.figures.distillation_progress import DistillationRecorder
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
-from launch.samples import micro_batches
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss, GKDLoss

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import anchors, gpt, survival, weights
-from launch.anchors import Groups
-from launch.embedding_progress import EmbeddingRecorder, Similarities
+from launch import gpt, survival, weights
+from launch.datasets import anchors
+from launch.datasets.anchors import Groups
+from launch.datasets.responses import of_all_replicas, together
+from launch.figures.embedding_progress import EmbeddingRecorder, Similarities
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
-from launch.responses import of_all_replicas, together
 from twinkle_megatron import EmbeddingHead, MegatronModel
 from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import InfonceLoss

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from launch import hf_model, weights
-from launch.about import About
+from launch.datasets.about import About
 from twinkle_megatron.groups import Groups
 from twinkle_megatron.megatron.cpu_attention import cpu_layer_spec
 from twinkle_megatron.padding import padded_vocab_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from launch.about import Checkpoint
+from launch.datasets.about import Checkpoint
 from twinkle_megatron.megatron import hf_files, huggingface
 from twinkle_megatron.megatron.hf_config import check_layout, in_one_line, package, read_config
 

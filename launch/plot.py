@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.progress import Curve, draw_panels
+from launch.figures.progress import Curve, draw_panels
 
 USUAL = ('train_loss_nats', 'held_out_loss_nats', 'loss', 'held_out_loss', 'reward', 'grad_norm')
 

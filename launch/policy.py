@@ -9,12 +9,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import gpt, rollouts, survival, weights
+from launch import gpt, survival, weights
+from launch.datasets import rollouts
+from launch.datasets.responses import log_probs, micro_batches
+from launch.datasets.rollouts import Rollouts
+from launch.figures.policy_progress import PolicyRecorder
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
-from launch.policy_progress import PolicyRecorder
-from launch.responses import log_probs, micro_batches
-from launch.rollouts import Rollouts
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.advantage import group_advantages
 from twinkle_megatron.loss import BNPOLoss, CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, SAPOLoss

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from launch import gpt, pairs, survival, weights
+from launch import gpt, survival, weights
+from launch.datasets import pairs
+from launch.datasets.responses import Responses, log_probs, micro_batches
+from launch.figures.preference_progress import PreferenceRecorder
 from launch.options import steps_of
 from launch.parallel import figures, orders, share_of_replica
-from launch.preference_progress import PreferenceRecorder
-from launch.responses import Responses, log_probs, micro_batches
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.data_format import InputFeature
 from twinkle_megatron.loss import CPOLoss, DPOLoss, ORPOLoss, SimPOLoss

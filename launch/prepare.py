@@ -12,10 +12,11 @@ import os
 import sys
 from pathlib import Path
 
-from launch import anchors, best_tokens, data, options, pairs, rollouts, weights
+from launch import options, weights
+from launch.datasets import anchors, best_tokens, data, pairs, rollouts
+from launch.datasets.lines import DataError
+from launch.datasets.texts import Texts
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS
-from launch.lines import DataError
-from launch.texts import Texts
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from launch.lines import DataError
-from launch.tokens import END, SPECIAL_IDS, START
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import END, SPECIAL_IDS, START
 
 MAX_TOKENS = 16
 STOP = [SPECIAL_IDS[END]]

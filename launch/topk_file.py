@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launch import replies
-from launch.lines import SHOWN_BAD_LINES, DataError
+from launch.datasets import replies
+from launch.datasets.lines import SHOWN_BAD_LINES, DataError
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,11 +14,13 @@ import signal
 import torch
 import torch.distributed as dist
 
-from launch import data, distillation, embedding, gpt, logs, options, policy, preference, survival
+from launch import distillation, embedding, gpt, options, policy, preference, survival
+from launch.datasets import data
+from launch.datasets.samples import micro_batches
+from launch.figures import logs
+from launch.figures.progress import TextRecorder
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS, TEXT
 from launch.parallel import figures, orders, start_processes, stop_processes
-from launch.progress import TextRecorder
-from launch.samples import micro_batches
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.doctor import Layout, require
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss

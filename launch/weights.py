@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.about import About
+from launch.datasets.about import About
 
 _ABOUT = 'about'
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from launch import anchors
-from launch.about import About
-from launch.documents import Turn, read_documents
-from launch.lines import DataError
-from launch.tokens import SPECIAL_IDS, train_tokenizer
+from launch.datasets import anchors
+from launch.datasets.about import About
+from launch.datasets.documents import Turn, read_documents
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import SPECIAL_IDS, train_tokenizer
 
 TOKENIZER: Tokenizer = train_tokenizer([(Turn('one two three four ' * 5),)], vocab_size=300)
 ABOUT = About(1, 8, 1, TOKENIZER.get_vocab_size(), TOKENIZER.to_str())

@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from launch import best_tokens, tokens
-from launch.documents import Turn
-from launch.lines import DataError
+from launch.datasets import best_tokens, tokens
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
 
 _trained = tokens.train_tokenizer([(Turn('one two three'),)], vocab_size=300)
 TOKENIZER, VOCAB = _trained.to_str(), _trained.get_vocab_size()

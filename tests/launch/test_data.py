@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from launch import data, tokens
-from launch.about import About
-from launch.data import IGNORE
-from launch.documents import Turn
-from launch.lines import DataError
-from launch.texts import Texts
-from launch.tokens import SPECIAL_IDS
+from launch.datasets import data, tokens
+from launch.datasets.about import About
+from launch.datasets.data import IGNORE
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
+from launch.datasets.texts import Texts
+from launch.datasets.tokens import SPECIAL_IDS
 
 START, END = SPECIAL_IDS[tokens.START], SPECIAL_IDS[tokens.END]
 TEXTS = [f'{word} and the {other}' for word in ('fox', 'hound', 'hare', 'owl') for other in ('tree', 'river', 'moon')]

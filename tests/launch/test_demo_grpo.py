@@ -8,7 +8,8 @@ import pytest
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from launch import intervals, options, prepare, task, train
+from launch import options, prepare, task, train
+from launch.figures import intervals
 from tests.launch import demos
 from tests.launch.test_progress import PNG
 from twinkle_megatron.survive import StopSignals

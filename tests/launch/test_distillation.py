@@ -11,7 +11,8 @@ import torch
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from launch import best_tokens, distillation, gpt, options, prepare, weights
+from launch import distillation, gpt, options, prepare, weights
+from launch.datasets import best_tokens
 from tests.launch.test_policy import PNG, assert_same
 from tests.launch.tiny_policy import PROMPTS, TEXT, VOCAB, trained
 from twinkle_megatron import MegatronModel

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from launch.documents import Turn, python_reference, read_documents
-from launch.lines import DataError
+from launch.datasets.documents import Turn, python_reference, read_documents
+from launch.datasets.lines import DataError
 
 
 def write(tmp_path, *lines):

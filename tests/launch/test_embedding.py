@@ -11,9 +11,10 @@ import torch
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from launch import anchors, embedding, gpt, parallel
-from launch.anchors import Groups
-from launch.embedding_progress import EmbeddingRecorder, Similarities
+from launch import embedding, gpt, parallel
+from launch.datasets import anchors
+from launch.datasets.anchors import Groups
+from launch.figures.embedding_progress import EmbeddingRecorder, Similarities
 from tests.launch.test_policy import LAYOUTS, PNG, assert_same
 from tests.launch.tiny_policy import VOCAB, as_groups, numbers, options_for, trained
 from twinkle_megatron import EmbeddingHead, MegatronModel

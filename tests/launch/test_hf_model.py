@@ -16,10 +16,11 @@ pytest.importorskip('transformers', reason='the extra hf is not installed')
 
 import transformers
 
-from launch import data, distillation, embedding, options, policy, preference, prepare, train, weights
-from launch.documents import Turn
-from launch.lines import DataError
-from launch.texts import Texts
+from launch import distillation, embedding, options, policy, preference, prepare, train, weights
+from launch.datasets import data
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
+from launch.datasets.texts import Texts
 from tests import tiny_checkpoint as tiny
 from tests.launch.tiny_policy import TEXT, as_groups, as_pairs
 from tests.plugin_hub import StandIn

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from launch import pairs
-from launch.about import About
-from launch.documents import Turn
-from launch.lines import DataError
-from launch.responses import micro_batches
-from launch.tokens import SPECIAL_IDS, train_tokenizer
+from launch.datasets import pairs
+from launch.datasets.about import About
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
+from launch.datasets.responses import micro_batches
+from launch.datasets.tokens import SPECIAL_IDS, train_tokenizer
 from tests.launch.tiny_policy import numbers
 
 TOKENIZER: Tokenizer = train_tokenizer([(Turn('one two three four ' * 5),)], vocab_size=300)

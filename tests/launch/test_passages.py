@@ -2,8 +2,8 @@
 
 import pytest
 
-from launch import passages
-from launch.documents import Turn, python_reference
+from launch.datasets import passages
+from launch.datasets.documents import Turn, python_reference
 
 TEXT = """The "one" statement
 *******************

@@ -10,8 +10,10 @@ import torch
 from megatron.core import parallel_state
 from ranks import run_ranks
 
-from launch import gpt, kinds, options, pairs, preference, preference_progress, weights
-from launch.responses import micro_batches
+from launch import gpt, kinds, options, preference, weights
+from launch.datasets import pairs
+from launch.datasets.responses import micro_batches
+from launch.figures import preference_progress
 from tests.launch.test_policy import LAYOUTS, PNG, assert_same
 from tests.launch.tiny_policy import VOCAB, as_pairs, numbers, options_for, trained
 from twinkle_megatron import MegatronModel

@@ -5,10 +5,10 @@ from argparse import Namespace
 
 import numpy as np
 
-from launch.distillation_progress import DistillationRecorder
-from launch.policy_progress import PolicyRecorder
-from launch.preference_progress import PreferenceRecorder
-from launch.progress import TextRecorder
+from launch.figures.distillation_progress import DistillationRecorder
+from launch.figures.policy_progress import PolicyRecorder
+from launch.figures.preference_progress import PreferenceRecorder
+from launch.figures.progress import TextRecorder
 
 TRAIN = {'loss': 5.5, 'accuracy': 0.25, 'grad_norm': 0.5, 'lr': 1e-3, 'total_tokens': 100.0, 'elapsed_seconds': 2.0}
 PNG = b'\x89PNG\r\n\x1a\n'

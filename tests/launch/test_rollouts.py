@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from launch import rollouts
-from launch.about import About
-from launch.documents import Turn
-from launch.lines import DataError
-from launch.tokens import SPECIAL_IDS, train_tokenizer
+from launch.datasets import rollouts
+from launch.datasets.about import About
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import SPECIAL_IDS, train_tokenizer
 from twinkle_megatron.advantage import group_advantages
 
 TOKENIZER: Tokenizer = train_tokenizer([(Turn('1 + 1 = 2 3 ' * 5),)], vocab_size=300)

@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from launch import sentences
-from launch.data import split
-from launch.documents import python_reference
+from launch.datasets import sentences
+from launch.datasets.data import split
+from launch.datasets.documents import python_reference
 
 
 @pytest.fixture(scope='module')

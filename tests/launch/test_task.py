@@ -3,9 +3,9 @@
 import pytest
 
 from launch import task
-from launch.documents import Turn
-from launch.lines import DataError
-from launch.tokens import END, SPECIAL_IDS, START, train_tokenizer
+from launch.datasets.documents import Turn
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import END, SPECIAL_IDS, START, train_tokenizer
 
 LINES = task.code_lines(400)
 TOKENIZER = train_tokenizer([(Turn(line),) for line in LINES], vocab_size=500)

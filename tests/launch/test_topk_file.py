@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import best_tokens, tokens, topk_file
-from launch.documents import Turn
+from launch import topk_file
+from launch.datasets import best_tokens, tokens
+from launch.datasets.documents import Turn
 
 REPLIES = Path(__file__).parent / 'replies'
 SEQUENCE = {

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launch import logs, plot
-from launch.boards import Boards
+from launch import plot
+from launch.figures import logs
+from launch.figures.boards import Boards
 from twinkle_megatron.survive import AGAIN
 
 PNG = b'\x89PNG\r\n\x1a\n'

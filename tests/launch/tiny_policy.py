@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch import gpt, options, policy, prepare, sampling, tokens, weights
-from launch.documents import Turn
+from launch import gpt, options, policy, prepare, sampling, weights
+from launch.datasets import tokens
+from launch.datasets.documents import Turn
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.survive import StopSignals
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from launch.data import hold_out, made_whole
+from launch.datasets.data import hold_out, made_whole
 
 HELD_OUT_SHARE = 0.1
 T = TypeVar('T')

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from launch.data import IGNORE
-from launch.kept import keep, kept, split
-from launch.lines import DataError, kind_of, read_lines
+from launch.datasets.data import IGNORE
+from launch.datasets.kept import keep, kept, split
+from launch.datasets.lines import DataError, kind_of, read_lines
 
 FORMS = (
     '{"input_ids": [...], "topk_logprobs": [[...], ...], "topk_indices": [[...], ...]}; docs/distillation.md tells more'

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from launch.intervals import INTERVAL, Interval, compared, head, row
-from launch.progress import Curve, Figures, Recorder, draw_panels
+from launch.figures.intervals import INTERVAL, Interval, compared, head, row
+from launch.figures.progress import Curve, Figures, Recorder, draw_panels
 
 SHOWN = ('loss', 'margin', 'accuracy', 'chosen_logps', 'rejected_logps', 'rewards/chosen', 'rewards/rejected')
 

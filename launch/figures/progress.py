@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from launch.boards import Boards
+from launch.figures.boards import Boards
 
 Figures = dict[str, Any]
 

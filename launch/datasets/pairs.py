@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from launch.about import About
-from launch.kept import keep, kept, split
-from launch.lines import DataError, read_lines, text_of
-from launch.responses import Responses
-from launch.texts import Texts
+from launch.datasets.about import About
+from launch.datasets.kept import keep, kept, split
+from launch.datasets.lines import DataError, read_lines, text_of
+from launch.datasets.responses import Responses
+from launch.datasets.texts import Texts
 
 FORMS = '{"prompt": ..., "chosen": ..., "rejected": ...}, all three of them texts; docs/pairs.md tells more'
 HELD_OUT = 256  # pairs, at most

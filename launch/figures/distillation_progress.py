@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from launch.progress import Curve, Figures, Recorder, draw_panels
+from launch.figures.progress import Curve, Figures, Recorder, draw_panels
 
 
 class DistillationRecorder(Recorder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from launch.documents import ROLES, Document
+from launch.datasets.documents import ROLES, Document
 
 START, END = '<|start|>', '<|end|>'
 SPECIAL_IDS = {token: i for i, token in enumerate([START, END, *(f'<|{role}|>' for role in ROLES)])}

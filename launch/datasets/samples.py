@@ -7,7 +7,7 @@ import argparse
 import numpy as np
 import torch
 
-from launch.data import Samples
+from launch.datasets.data import Samples
 from launch.parallel import share_of_replica
 from twinkle_megatron.data_format import InputFeature
 

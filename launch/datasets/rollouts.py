@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from launch.about import About
-from launch.kept import keep, kept
-from launch.lines import DataError, kind_of, quoted, read_lines, text_of
-from launch.responses import Responses
-from launch.texts import Texts
+from launch.datasets.about import About
+from launch.datasets.kept import keep, kept
+from launch.datasets.lines import DataError, kind_of, quoted, read_lines, text_of
+from launch.datasets.responses import Responses
+from launch.datasets.texts import Texts
 
 FORMS = (
     '{"prompt": ..., "completion": ..., "old_logps": [...], "reward": ..., "group": ...}, the first one '

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from launch.data import split
-from launch.documents import Document, python_reference
+from launch.datasets.data import split
+from launch.datasets.documents import Document, python_reference
 
 _PARAGRAPH = re.compile(r'["*A-Z].*[.:]')  # no heading, no code, no grammar
 _END = re.compile(r'(?<=[.?!:]) (?=["*A-Z])')

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from launch.about import About
-from launch.kept import keep, kept, split
-from launch.lines import DataError, kind_of, read_lines, text_of
-from launch.texts import Texts
+from launch.datasets.about import About
+from launch.datasets.kept import keep, kept, split
+from launch.datasets.lines import DataError, kind_of, read_lines, text_of
+from launch.datasets.texts import Texts
 
 FORMS = (
     '{"anchor": ..., "positive": ..., "negatives": [..., ...]}, all of them texts, with negatives or without; '

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from launch.data import hold_out
-from launch.documents import Document, python_reference
-from launch.sentences import is_running_text, sentences_of
+from launch.datasets.data import hold_out
+from launch.datasets.documents import Document, python_reference
+from launch.datasets.sentences import is_running_text, sentences_of
 
 _HEADING = re.compile(r'\s*(\S.*)\n([*=~^"-])\2+\s*')
 HELD_OUT_SHARE = 0.2

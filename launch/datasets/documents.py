@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.lines import DataError, kind_of, quoted, read_lines, text_of
+from launch.datasets.lines import DataError, kind_of, quoted, read_lines, text_of
 
 ROLES = ('system', 'user', 'assistant', 'tool')
 FORMS = '{"text": ...}, {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "response": ...}'

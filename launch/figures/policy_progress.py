@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from launch.progress import Figures, Recorder, draw_panels
+from launch.figures.progress import Figures, Recorder, draw_panels
 
 PANELS = {
     'approx_kl': 'KL from the policy that sampled (nats per token)',

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from launch.intervals import INTERVAL, compared, head, row
-from launch.progress import Curve, Figures, Recorder, draw_panels
+from launch.figures.intervals import INTERVAL, compared, head, row
+from launch.figures.progress import Curve, Figures, Recorder, draw_panels
 
 SHOWN = ('loss', 'pos_sim', 'pos_sim_min', 'pos_sim_max', 'neg_sim')
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from launch.about import Checkpoint
-from launch.documents import Document
-from launch.lines import DataError
+from launch.datasets.about import Checkpoint
+from launch.datasets.documents import Document
+from launch.datasets.lines import DataError
 from twinkle_megatron.megatron.hf_config import package
 
 

@@ -1,15 +1,15 @@
-"""How texts become token ids: as `launch/tokens.py` trains tokenizers, or as a Hugging Face checkpoint has it."""
+"""How texts become token ids: as `tokens.py` trains tokenizers, or as a Hugging Face checkpoint has it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from launch.about import About, Checkpoint
-from launch.chat import Template
-from launch.documents import Document
-from launch.lines import DataError
-from launch.tokens import END, SPECIAL_IDS, START, encode, read_tokenizer
+from launch.datasets.about import About, Checkpoint
+from launch.datasets.chat import Template
+from launch.datasets.documents import Document
+from launch.datasets.lines import DataError
+from launch.datasets.tokens import END, SPECIAL_IDS, START, encode, read_tokenizer
 
 
 class Texts:

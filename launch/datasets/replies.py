@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from launch.lines import DataError, kind_of
+from launch.datasets.lines import DataError, kind_of
 
 PARTS = ('prompt', 'completion')
 NOTHING = -9999.0  # what vLLM writes for −inf, which JSON does not know

@@ -16,10 +16,10 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer
 
-from launch.documents import Document, python_reference, read_documents
-from launch.lines import DataError
-from launch.texts import Texts
-from launch.tokens import END, SPECIAL_IDS, encode, train_tokenizer
+from launch.datasets.documents import Document, python_reference, read_documents
+from launch.datasets.lines import DataError
+from launch.datasets.texts import Texts
+from launch.datasets.tokens import END, SPECIAL_IDS, encode, train_tokenizer
 
 Encode = Callable[[Document], tuple[list[int], list[bool]]]
 """The token ids of a document, and which are trained on."""
