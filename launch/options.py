@@ -145,7 +145,7 @@ def _options() -> dict[str, list[Option]]:
              ' float32'),
             ('runs', Path, Path('runs'), 'folder of all runs'),
             ('resume', _one_of('auto', 'never'), 'never', 'auto goes on from the last checkpoint of this run, where'
-             ' there is one; never removes them'),
+             ' there is one; with never a run that has some does not start'),
             ('save-every', size, None, 'steps between two checkpoints; default: none but where a signal ends the run'),
             ('keep', size, 2, 'checkpoints that are kept, the last ones'),
             ('hang-timeout', positive, 600.0, 'seconds that a step may take before the process ends and says what it'

@@ -16,11 +16,17 @@ from launch import options, weights
 from launch.datasets import anchors, best_tokens, data, pairs, rollouts
 from launch.datasets.lines import DataError
 from launch.datasets.texts import Texts
+from launch.earlier import start_of
 from launch.kinds import DISTILLATION, EMBEDDINGS, LOSSES, PAIRS, ROLLOUTS
 
 
 def main() -> None:
     args = options.parse()
+    try:
+        start_of(args)
+    except ValueError as e:
+        print(f'error: {e}', file=sys.stderr)
+        sys.exit(2)
     try:
         folder, summary = prepare(args)
         _save_options(args)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from launch.earlier import folder_of, start_of
 from twinkle_megatron import MegatronModel
-from twinkle_megatron.megatron.checkpoint import latest_step
 from twinkle_megatron.survive import AGAIN, StopSignals, Watchdog
 
 SAME = ('loss', 'seed', 'steps', 'micro_batches', 'micro_batch_size')
@@ -41,22 +39,20 @@ class Tally:
         self._count = kept['count']
 
 
-def folder_of(args: argparse.Namespace) -> Path:
-    """Where the checkpoints of a run lie."""
-    return args.run / 'checkpoints'
-
-
 def find_start(args: argparse.Namespace) -> int:
-    """The step that the run goes on after, the same on every rank; 0 from the beginning, for which checkpoints of an
-    earlier run of this name are removed. Collective."""
-    found: list[Any] = [None]
+    """The step that the run goes on after, as rank 0 finds it (`launch/earlier.py`), the same on every rank; SystemExit
+    with the reason where it cannot start. Collective."""
+    found: list[Any] = [0, None]
     if dist.get_rank() == 0:
-        folder = folder_of(args)
-        found[0] = (latest_step(folder) or 0) if args.resume == 'auto' and folder.is_dir() else 0
-        if found[0] == 0 and folder.is_dir():
-            shutil.rmtree(folder)
+        try:
+            found[0] = start_of(args)
+        except (ValueError, OSError) as refused:
+            found[1] = str(refused)
     dist.broadcast_object_list(found, device=torch.device('cuda') if torch.cuda.is_available() else None)
-    return int(found[0])
+    start, refusal = found
+    if refusal is not None:
+        raise SystemExit(refusal)
+    return start
 
 
 def steps(

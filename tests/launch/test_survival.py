@@ -88,8 +88,14 @@ def begun_again(args, changes):
         with pytest.raises(SystemExit) as ended:
             begun(_with(args, change), policy.train, StopSignals())
         told.append(str(ended.value.code))
-    args.resume = 'never'
-    return told, survival.find_start(args), survival.folder_of(args).exists()
+    with pytest.raises(SystemExit) as ended:
+        begun(_with(args, {'resume': 'never'}), policy.train, StopSignals())
+    folder = survival.folder_of(args)
+    (last,) = folder.glob('step-*')
+    (last / 'manifest.json').write_text('cut')
+    with pytest.raises(SystemExit) as none_left:
+        begun(_with(args, {'resume': 'auto'}), policy.train, StopSignals())
+    return [*told, str(ended.value.code), str(none_left.value.code), *(path.name for path in folder.iterdir())]
 
 
 def _with(args, change):
@@ -99,15 +105,17 @@ def _with(args, change):
     return copy
 
 
-def test_other_options_than_those_of_the_start_are_refused_and_a_new_start_removes_checkpoints(
+def test_other_options_than_those_of_the_start_are_refused_and_checkpoints_are_never_removed(
     policy_file, rollouts_file, tmp_path
 ):
     args = options_for(rollouts_file, policy_file, tmp_path, '--steps=4')
     changes = [{'resume': 'auto', 'seed': 7}, {'resume': 'auto', 'micro_batches': 8}]
-    ((told, start, exists),) = run_ranks(begun_again, 1, args, changes)
+    (told,) = run_ranks(begun_again, 1, args, changes)
     assert 'was begun with --seed 1234, got 7' in told[0]
     assert 'was begun with --micro-batches 4, got 8' in told[1]
-    assert (start, exists) == (0, False)
+    assert 'has checkpoints of an earlier run, the last of step 2: --resume auto goes on' in told[2]
+    assert 'is not complete: its manifest.json cannot be read' in told[3]
+    assert told[4:] == ['step-00000002']
 
 
 def test_a_tally_is_taken_once():
