@@ -48,11 +48,11 @@ demo-embed: venv ## make a small GPT an encoder that finds the text to a title; 
 
 test: venv ## the tests, about 14 minutes on 2 cores
 	@$(pytest) -q -n 2 -m 'not long and not alone' --ignore=tests/slurm
-	@$(pytest) -q -m 'not long and alone' tests/vocab_parallel
+	@$(pytest) -q -n 2 -m 'not long and alone' tests/vocab_parallel
 
 test-all: venv ## the tests with the long lists
 	@$(pytest) -q -n 2 -m 'not alone' --ignore=tests/slurm
-	@$(pytest) -q -m alone tests/vocab_parallel
+	@$(pytest) -q -n 2 -m alone tests/vocab_parallel
 
 test-gpu: venv ## the tests on NCCL, with as many GPUs as there are
 	@TWINKLE_TEST_DEVICE=cuda $(pytest) -q -m 'not long' --ignore=tests/slurm

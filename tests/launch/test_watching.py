@@ -63,7 +63,7 @@ def test_weights_and_biases_is_used_where_it_is_installed_and_asked_for(tmp_path
 
 def test_each_rank_has_a_log_that_tells_what_it_was_warned_of_and_what_ended_it(tmp_path):
     code = (
-        'import logging, sys\nfrom pathlib import Path\nfrom launch import logs\n'
+        'import logging, sys\nfrom pathlib import Path\nfrom launch.figures import logs\n'
         f'folder = Path({str(tmp_path)!r})\n'
         'logs.start(folder / "logs", 3, 16)\n'
         'logging.getLogger("twinkle_megatron").warning("heard")\n'
