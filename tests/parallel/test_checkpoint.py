@@ -362,6 +362,19 @@ def _save_steps(folder, numbers, keep=None):
     return [save_checkpoint(folder, training_of(model), step=n, keep=keep) for n in numbers]
 
 
+def _heard(folder):
+    training = training_of(tiny())
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter('always')
+        save_checkpoint(folder, training, step=1)
+        load_checkpoint(folder, training)
+    return [f'{one.category.__name__}: {one.message}' for one in heard]
+
+
+def test_nothing_is_said_that_only_megatron_could_mend(tmp_path):
+    assert run_ranks(_heard, 2, tmp_path) == [[], []]
+
+
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import queue
 import random
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,6 +99,14 @@ def sharded_state(training: Training, loading: bool, weights_only: bool = False)
     return {**models, 'optimizer': training.optimizer.sharded_state_dict(models, is_loading=loading, metadata=metadata)}
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what PyTorch says of its own names to Megatron, which every rank would repeat."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', FutureWarning)
+        yield
+
+
 def write_sharded(sharded: dict[str, Any], path: Path) -> None:
     """Writes what `sharded_state` describes into a folder that is there. Collective over the world."""
     from megatron.core import dist_checkpointing
@@ -108,7 +118,8 @@ def write_sharded(sharded: dict[str, Any], path: Path) -> None:
     of_megatron = getattr(filesystem_async, name)
     setattr(filesystem_async, name, lambda *_, **__: queue.Queue())
     try:
-        dist_checkpointing.save(sharded, str(path))
+        with _quietly():
+            dist_checkpointing.save(sharded, str(path))
     finally:
         setattr(filesystem_async, name, of_megatron)
 
@@ -117,7 +128,8 @@ def read(path: Path, training: Training, sharded: dict[str, Any]) -> None:
     """Reads what `sharded_state` describes into the models and Megatron's optimizer."""
     from megatron.core import dist_checkpointing
 
-    loaded: Any = dist_checkpointing.load(sharded, str(path))
+    with _quietly():
+        loaded: Any = dist_checkpointing.load(sharded, str(path))
     for i, model in enumerate(training.models):
         missing, unexpected = model.load_state_dict(loaded[f'model{i}'], strict=False)
         left = [name for name in (*missing, *unexpected) if not name.endswith('_extra_state')]
