@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from launch.earlier import folder_of, start_of
+from launch.earlier import folder_of, hold, start_of
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.survive import AGAIN, StopSignals, Watchdog
 
@@ -40,11 +40,12 @@ class Tally:
 
 
 def find_start(args: argparse.Namespace) -> int:
-    """The step that the run goes on after, as rank 0 finds it (`launch/earlier.py`), the same on every rank; SystemExit
-    with the reason where it cannot start. Collective."""
+    """The step that the run goes on after, as rank 0 finds it (`launch/earlier.py`), the same on every rank; its folder
+    is locked for rank 0. SystemExit with the reason where it cannot start. Collective."""
     found: list[Any] = [0, None]
     if dist.get_rank() == 0:
         try:
+            hold(args.run)
             found[0] = start_of(args)
         except (ValueError, OSError) as refused:
             found[1] = str(refused)
