@@ -46,7 +46,7 @@ demo-gkd: venv ## train a small GPT and distil it into one of half the width; lo
 demo-embed: venv ## make a small GPT an encoder that finds the text to a title; recall and a picture are left in runs/
 	@$(python) -m launch.demo_embed --tp "$${TP:-2}" --pp "$${PP:-2}"
 
-test: venv ## the tests, about 14 minutes on 2 cores
+test: venv ## the tests, about 10 minutes on 2 cores
 	@$(pytest) -q -n 2 -m 'not long and not alone' --ignore=tests/slurm
 	@$(pytest) -q -n 2 -m 'not long and alone' tests/vocab_parallel
 

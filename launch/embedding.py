@@ -34,7 +34,7 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
     model.add_metric(EmbeddingMetric, is_training=True)
 
     recorder = EmbeddingRecorder(args, active=dist.get_rank() == 0)
-    before = after = evaluate(model, data.held_out, args)
+    before, after = evaluate(model, data.held_out, args), None
     recorder.held_out(0, before)
     tokens = survival.Tally()
     # A group that came twice in a step would be its own negative.
@@ -49,6 +49,8 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             after = evaluate(model, data.held_out, args)
             recorder.held_out(step, after)
+    if after is None:  # the last step was the last of an earlier part of the run
+        after = evaluate(model, data.held_out, args)
     gpt.save_weights(args, chunk, about.vocab_size, about.tokenizer)
     recorder.finish(before, after)
 

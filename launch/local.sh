@@ -23,6 +23,10 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 
+if ! "$PYTHON" -c '' 2>/dev/null; then
+    echo "$0: PYTHON=$PYTHON does not run; name an interpreter, or let 'make venv' set up .venv" >&2
+    exit 1
+fi
 needs='"torch", "megatron", "tokenizers", "tqdm", "matplotlib"'
 if ! "$PYTHON" -c "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, [$needs])))"; then
     echo "$0: $PYTHON lacks some of the packages $needs; 'make venv' sets up .venv with all of them" >&2

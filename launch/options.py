@@ -279,6 +279,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f'--hidden-size {args.hidden_size} / --heads {args.heads} must be even, for rotary embeddings')
     if args.warmup >= 1:
         raise ValueError(f'--warmup must be a share of the steps below 1, got {args.warmup:g}')
-    if args.name is not None and Path(args.name).name != args.name:
+    if args.name is not None and (Path(args.name).name != args.name or args.name == '..'):
         raise ValueError(f'--name must be the name of one folder, got {args.name!r}')
+    if args.name == 'data':
+        raise ValueError(f'--name must not be data, where {args.runs} keeps what was prepared')
     option_checks.check(args)

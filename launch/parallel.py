@@ -29,8 +29,9 @@ def start_processes(args: argparse.Namespace) -> None:
 
 
 def stop_processes() -> None:
-    """Waits for the others and leaves."""
+    """Waits for the others and leaves: threads of gloo that are still there while Python closes down may abort it."""
     dist.barrier()
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 

@@ -50,7 +50,7 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
     # Every loss is measured by the reference, on a few held-out pairs; one that trains without it is spared the others.
     trained = reference_log_probs(policy, model, data.train, args) if loss is DPOLoss else None
     recorder.start(sums(held_out))
-    after = held_out
+    after = None
     tokens = survival.Tally()
     for step, chosen in survival.steps(model, orders(len(data.train) // 2, args), args, stop, tokens=tokens):
         mine = responses_of_replica(chosen, args)
@@ -64,6 +64,8 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
         if step % args.eval_every == 0 or step == args.steps:
             values, after = evaluate(model, data.held_out, held_out, args)
             recorder.held_out(step, values)
+    if after is None:  # the last step was the last of an earlier part of the run
+        _, after = evaluate(model, data.held_out, held_out, args)
     gpt.save_weights(args, chunk, about.vocab_size, about.tokenizer)
     recorder.finish(sums(held_out), sums(after))
 

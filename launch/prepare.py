@@ -7,9 +7,9 @@ All that is meant for people goes to stderr. Exit code 2 for a wrong option, 1 f
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from launch import options, weights
@@ -24,12 +24,13 @@ def main() -> None:
     args = options.parse()
     try:
         start_of(args)
-    except ValueError as e:
+        _check_place(args.save_weights)
+    except (ValueError, OSError) as e:
         print(f'error: {e}', file=sys.stderr)
         sys.exit(2)
     try:
         folder, summary = prepare(args)
-        _save_options(args)
+        args.run.mkdir(parents=True, exist_ok=True)
     except DataError as e:
         sys.exit(f'{e}')
     except OSError as e:
@@ -75,9 +76,18 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str]:
     return folder, data.load(folder).summary
 
 
-def _save_options(args: argparse.Namespace) -> None:
-    args.run.mkdir(parents=True, exist_ok=True)
-    (args.run / 'options.json').write_text(json.dumps(vars(args), default=str, indent=1) + '\n')
+def _check_place(path: Path | None) -> None:
+    """ValueError where the weights could not be written at the end."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ValueError(f'--save-weights must be a file, and {path} is a folder')
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as e:
+        raise ValueError(f'--save-weights {path} cannot be written: {e}; give another path') from None
 
 
 def device_for(processes: int) -> str:

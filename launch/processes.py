@@ -8,8 +8,11 @@ usage: python -m launch.processes [torchrun's options] -m launch.train [OPTION .
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 import psutil
@@ -30,6 +33,14 @@ def main() -> None:
     for number in FORWARDED:
         signal.signal(number, _forward)
     try:
+        _run()
+    finally:
+        for number in FORWARDED:
+            signal.signal(number, signal.SIG_IGN)  # one more while Python closes down would be the end, not the code
+
+
+def _run() -> None:
+    try:
         torchrun()
     except SignalException as e:
         sys.exit(128 + e.sigval)
@@ -44,8 +55,14 @@ def main() -> None:
 
 
 def _forward(number: int, frame: FrameType | None) -> None:
-    for child in psutil.Process().children():
-        child.send_signal(number)
+    children = psutil.Process().children()
+    if not children:  # nobody is there yet to be told
+        later = threading.Timer(1.0, os.kill, (os.getpid(), number))
+        later.daemon = True
+        later.start()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
 
 
 def _how(exitcode: int) -> str:

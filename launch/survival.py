@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from launch.earlier import folder_of, hold, start_of
+from launch.datasets.fingerprint import fingerprint
+from launch.earlier import PATIENCE, folder_of, hold, start_of
 from twinkle_megatron import MegatronModel
+from twinkle_megatron.megatron.checkpoint_files import choose, state_of
 from twinkle_megatron.survive import AGAIN, StopSignals, Watchdog
 
-SAME = ('loss', 'seed', 'steps', 'micro_batches', 'micro_batch_size')
-"""Options that say which samples a step has, and of how many steps the learning rate is made."""
+FILES = ('dataset', 'init_weights', 'teacher_weights')
+"""Options that name what has to have the same contents, wherever it lies."""
+FREE = {
+    *FILES, 'data', 'model', 'revision', 'tokenizer', 'tp', 'pp', 'dp', 'head', 'packed', 'doctor', 'reference_cache',
+    'log_every', 'eval_every', 'save_weights', 'save_model', 'save_dtype', 'runs', 'resume', 'save_every', 'keep',
+    'hang_timeout', 'name', 'run', 'start',
+}  # fmt: skip
+"""Options that may be others when a run goes on: its files may have moved, and every layout gives the same numbers."""
 
 
 class Tally:
@@ -40,20 +49,61 @@ class Tally:
 
 
 def find_start(args: argparse.Namespace) -> int:
-    """The step that the run goes on after, as rank 0 finds it (`launch/earlier.py`), the same on every rank; its folder
-    is locked for rank 0. SystemExit with the reason where it cannot start. Collective."""
+    """The step that the run goes on after, as rank 0 finds it (`launch/earlier.py`), the same on every rank.
+
+    The folder of the run is locked for rank 0, and has these options as `options.json`. SystemExit with the reason,
+    which rank 0 prints, where it cannot start; nothing was changed then. Collective.
+    """
     found: list[Any] = [0, None]
     if dist.get_rank() == 0:
         try:
-            hold(args.run)
+            hold(args.run, min(PATIENCE, args.hang_timeout))
             found[0] = start_of(args)
+            if found[0]:
+                _check_same(state_of(choose(folder_of(args), found[0]))['of_run'], args)
+            _save_options(args)
         except (ValueError, OSError) as refused:
             found[1] = str(refused)
+        except Exception as error:
+            found[1] = f'{args.run} cannot be gone on with: {type(error).__name__}: {error}'
     dist.broadcast_object_list(found, device=torch.device('cuda') if torch.cuda.is_available() else None)
     start, refusal = found
     if refusal is not None:
-        raise SystemExit(refusal)
+        _refuse(refusal)
     return start
+
+
+def _refuse(why: str) -> NoReturn:
+    raise SystemExit(why if dist.get_rank() == 0 else 1)
+
+
+def _of_run(args: argparse.Namespace) -> dict[str, Any]:
+    """What has to be the same when the run goes on."""
+    options = {name: value for name, value in vars(args).items() if name not in FREE}
+    files = {name: getattr(args, name, None) for name in FILES}
+    return options | {name: None if path is None else fingerprint(path) for name, path in files.items()}
+
+
+def _check_same(before: dict[str, Any], args: argparse.Namespace) -> None:
+    here = _of_run(args)
+    if here['steps'] is None:
+        del here['steps']  # as many as the epochs have
+    other = [name for name in here if before.get(name, here[name]) != here[name]]
+    if not other:
+        return
+    name = other[0]
+    if name in FILES:
+        option = 'data' if name == 'dataset' else name
+        what = f'another --{option.replace("_", "-")}: its contents are not those of the start'
+    else:
+        what = f'--{name.replace("_", "-")} {before[name]}, got {here[name]}'
+    raise ValueError(f'the run in {args.run} was begun with {what}; go on with that, or begin another one with --name')
+
+
+def _save_options(args: argparse.Namespace) -> None:
+    aside = args.run / '.options.json'
+    aside.write_text(json.dumps(vars(args), default=str, indent=1) + '\n')
+    aside.replace(args.run / 'options.json')
 
 
 def steps(
@@ -100,24 +150,15 @@ def _save(model: MegatronModel, args: argparse.Namespace, parts: dict[str, Any])
     model.save(folder_of(args), state=state, keep=args.keep)
 
 
-def _of_run(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(args, name) for name in SAME}
-
-
 def _layout(args: argparse.Namespace) -> list[int]:
     return [args.tp, args.pp, args.dp]
 
 
 def _load(model: MegatronModel, args: argparse.Namespace, parts: dict[str, Any]) -> None:
-    state = model.load(folder_of(args), step=args.start)
-    before, here = state['of_run'], _of_run(args)
-    other = [name for name in SAME if before[name] != here[name]]
-    if other:
-        option = '--' + other[0].replace('_', '-')
-        raise SystemExit(
-            f'the run in {args.run} was begun with {option} {before[other[0]]}, got {here[other[0]]}; go on with '
-            'that, or begin another one with --name'
-        )
+    try:
+        state = model.load(folder_of(args), step=args.start)
+    except ValueError as error:
+        _refuse(f'{error}; go on with the model that the run was begun with, or begin another one with --name')
     same_layout = state['layout'] == _layout(args)
     for name, part in parts.items():
         of_ranks = state['parts'][name]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import signal
+import sys
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from twinkle_megatron import MegatronModel
 from twinkle_megatron.doctor import Layout, require
 from twinkle_megatron.loss import ChunkedCrossEntropyLoss
 from twinkle_megatron.metric import Accuracy, LossMetric, TrainMetric
-from twinkle_megatron.survive import StopSignals
+from twinkle_megatron.survive import AGAIN, StopSignals
 
 
 def main() -> None:
@@ -42,10 +43,18 @@ def main() -> None:
     trains = {TEXT: train, ROLLOUTS: policy.train, PAIRS: preference.train, EMBEDDINGS: embedding.train}
     trains[DISTILLATION] = distillation.train
     train_it = trains[DISTILLATION if args.teacher_weights else LOSSES[args.loss]]
-    with logs.end_told(args.run):
-        train_it(args, stop)
+    try:
+        with logs.end_told(args.run):
+            train_it(args, stop)
+    except SystemExit as end:
+        if end.code != AGAIN:
+            raise
+        code = AGAIN  # on every rank
+    else:
+        code = 0
     stop.ignore()
     stop_processes()
+    sys.exit(code)
 
 
 def train(args: argparse.Namespace, stop: StopSignals) -> None:

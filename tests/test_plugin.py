@@ -406,7 +406,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(scheme, package, load
         return real(name, *args)
 
     monkeypatch.setattr(importlib, 'import_module', without)
-    with pytest.raises(ImportError, match=rf"package {package} .*pip install 'twinkle-megatron\[hub\]'"):
+    with pytest.raises(ImportError, match=rf"package {package} .*pip install -e '\.\[hub\]'"):
         load(f'{scheme}://group/name')
 
 

@@ -93,6 +93,21 @@ def test_a_process_that_hangs_ends_with_a_message():
     assert 'rank 0 has not gone on for 0.3 s in step 1' in done.stderr
 
 
+def test_time_in_which_a_process_was_suspended_does_not_count():
+    code = (
+        'import time\nfrom twinkle_megatron.survive import Watchdog\n'
+        'with Watchdog(2) as dog:\n    print("goes on", flush=True)\n    time.sleep(0.5)\n'
+        '    print("has gone on", flush=True)\n    time.sleep(0.5)\n'
+    )
+    with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == 'goes on\n'
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+        assert process.stdout.readline() == 'has gone on\n'
+    assert process.returncode == 0
+
+
 def test_a_watchdog_that_hears_of_steps_lets_them_go_on():
     with Watchdog(0.4) as watchdog:
         for step in range(8):

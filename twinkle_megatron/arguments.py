@@ -85,16 +85,17 @@ def keywords_of(loss: Callable[..., Any]) -> Keywords:
     return found
 
 
-def by_name(name: str, classes: Mapping[str, type], where: str) -> type:
+def by_name(name: str, classes: Mapping[str, type], kind: str) -> type:
     """The class of that name: 'GRPOLoss', or 'grpo', 'dr_grpo', 'chunked-cross-entropy' for short. ValueError for an
     unknown one, with the nearest known name.
 
-    `classes` by their names; `where` is the module they are in.
+    `classes` by their names; `kind` is what they are: 'loss' or 'metric'.
     """
     short = {_short(known): known for known in classes}
     known = name if name in classes else short.get(_short(name))
     if known is None:
-        reject_unknown({name: None}, classes, where)
+        names = sorted(classes)
+        raise ValueError(f'there is no {kind} {name!r}{_suggestion(name, names)} Known: {", ".join(names)}')
     return classes[str(known)]
 
 
@@ -107,6 +108,13 @@ def above_0(name: str, value: Any) -> Any:
     """`value`; ValueError unless it is a finite number > 0."""
     if not _is_number(value) or not value > 0:
         raise ValueError(f'{name} must be a finite number > 0, got {value!r}')
+    return value
+
+
+def at_least_1(name: str, value: Any) -> Any:
+    """`value`; ValueError unless it is a whole number >= 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f'{name} must be a whole number of at least 1, got {value!r}')
     return value
 
 

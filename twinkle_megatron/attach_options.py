@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arguments import above_0
+from .arguments import at_least_1, by_name
 from .attach import HEADS, made_loss, made_metrics
 from .groups import Groups
+from .loss.build import LOSSES
+from .metric.build import METRICS
+from .plugin import is_address
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,36 @@ def wanted(options: argparse.Namespace, prefix: str) -> Wanted | None:
                 f'{prefix}{silent[0].replace("_", "-")} needs {prefix}loss, such as {prefix}loss cross_entropy'
             )
         return None
-    above_0(prefix + 'every', own['every'])
+    at_least_1(prefix + 'every', own['every'])
     if own['vocab_size'] is not None:
-        above_0(prefix + 'vocab-size', own['vocab_size'])
+        at_least_1(prefix + 'vocab-size', own['vocab_size'])
     init = dict(_loss_argument(given, prefix) for given in own.pop('loss_arg'))
     metrics = tuple(name.strip() for name in own.pop('metrics').split(',') if name.strip())
+    _check_name(prefix + 'loss', own['loss'], 'loss', LOSSES, lambda name: made_loss(name, {}))
+    for metric in metrics:
+        _check_name(prefix + 'metrics', metric, 'metric', METRICS, lambda name: made_metrics([name], Groups()))
     return Wanted(init=init, metrics=metrics, **own)
+
+
+def _check_name(option: str, name: str, kind: str, classes: Mapping[str, type], make: Callable[[str], Any]) -> None:
+    """ValueError for an unknown name, with those that `make` takes. One that it does not take is left to `Wanted`."""
+    if is_address(name):
+        return
+    try:
+        by_name(name, classes, kind)
+    except ValueError:
+        try:
+            by_name(name, {known: cls for known, cls in classes.items() if _takes(make, known)}, kind)
+        except ValueError as error:
+            raise ValueError(f'{option}: {error}') from None
+
+
+def _takes(make: Callable[[str], Any], name: str) -> bool:
+    try:
+        make(name)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _loss_argument(given: str, prefix: str) -> tuple[str, Any]:

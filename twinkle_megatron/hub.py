@@ -225,7 +225,8 @@ def _module(name: str, package: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"the package {package} is needed to fetch from a hub: pip install 'twinkle-megatron[hub]' ({error})"
+            f"the package {package} is needed to fetch from a hub: pip install -e '.[hub]' in a checkout of "
+            f'twinkle-megatron ({error})'
         ) from error
 
 
@@ -240,8 +241,8 @@ def _not_in_cache(what: str) -> ConnectionError:
 def _unreachable(what: str, hub: str, error: BaseException) -> ConnectionError:
     return ConnectionError(
         f'{what} is not in the cache, and {hub} cannot be reached ({type(error).__name__}: {error}); where this '
-        'machine has no network, fetch it on one that shares its cache, or copy its files here and give their path: '
-        'file:PATH.py of a plug-in, the folder of a model'
+        'machine has no network, fetch it on one that shares its cache, or copy its files here and give the path (of a '
+        'model: its folder; of a plug-in: file:PATH.py)'
     )
 
 

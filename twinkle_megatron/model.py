@@ -20,6 +20,7 @@ from .megatron import checks
 from .megatron.accumulation import Accumulation
 from .megatron.build import build
 from .megatron.checkpoint import Training, load_checkpoint, save_checkpoint
+from .megatron.checkpoint_files import OF_CALLER
 from .megatron.checkpoint_state import Choices
 from .megatron.choices import choices, choose_as
 from .megatron.compatibility import check_reference
@@ -550,7 +551,7 @@ class MegatronModel:
         """
         if self._accumulation.holds_gradients:
             raise ValueError('save must be called between steps: gradients are accumulated; step, or zero_grad, first')
-        own = {'calls': self._calls, 'grad_norm': self._stepping.grad_norm, 'of_caller': dict(state or {})}
+        own = {'calls': self._calls, 'grad_norm': self._stepping.grad_norm, OF_CALLER: dict(state or {})}
         return save_checkpoint(folder, self._training(), step=self._stepping.count, state=own, keep=keep)
 
     def load(self, folder: str | Path, *, step: int | None = None, weights_only: bool = False) -> dict[str, Any]:
@@ -570,7 +571,7 @@ class MegatronModel:
         if not weights_only:
             self._calls = int(found['calls'])
             self._stepping.count, self._stepping.grad_norm = int(found['step']), found['grad_norm']
-        return {**found['of_caller'], 'step': found['step']}
+        return {**found[OF_CALLER], 'step': found['step']}
 
     def _training(self) -> Training:
         """What a checkpoint holds of this rank."""

@@ -57,7 +57,9 @@ def parse(argv: Sequence[str]) -> Options:
     """ValueError for a wrong call; prints the help and exits where it is asked for."""
     parser = _parser()
     at = list(argv).index('--') if '--' in argv else len(argv)
-    own = parser.parse_args(list(argv[:at]))
+    own, unknown = parser.parse_known_args(list(argv[:at]))
+    if unknown and '--' in argv:
+        raise ValueError(f'unrecognized arguments: {" ".join(unknown)}')
     if not argv[at + 1 :]:
         raise ValueError('the script and its own arguments have to follow after --, as in: ... -- pretrain_gpt.py ...')
     script, *arguments = argv[at + 1 :]

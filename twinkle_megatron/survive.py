@@ -113,8 +113,13 @@ class Watchdog:
         self._beat, self._what = time.monotonic(), what
 
     def _watch(self) -> None:
-        while not self._over.wait(min(self._seconds / 10, 1.0)):
-            if time.monotonic() - self._beat > self._seconds:
+        every, beat, waited, last = min(self._seconds / 10, 1.0), self._beat, 0.0, time.monotonic()
+        while not self._over.wait(every):
+            now = time.monotonic()
+            # A process that was suspended, as by scontrol suspend, has not waited meanwhile.
+            waited = min(now - last, 2 * every) + (waited if beat == self._beat else 0.0)
+            beat, last = self._beat, now
+            if waited > self._seconds:
                 print(self.report(), file=sys.stderr, flush=True)
                 os._exit(HUNG)
 

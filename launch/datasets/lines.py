@@ -72,7 +72,7 @@ def quoted(keys: list[str]) -> str:
 
 def _lines(path: Path) -> Iterator[bytes]:
     if path.is_dir():
-        raise DataError(f'{path} is a folder; DATA must name one file of JSON lines')
+        raise DataError(f'{path} is a folder; it must be one file of JSON lines')
     try:
         with path.open('rb') as file:
             for i, line in enumerate(file):

@@ -27,7 +27,7 @@ class Boards:
         if importlib.util.find_spec('tensorboard') is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(folder / 'tensorboard'), purge_step=start + 1)
+            self._tensorboard = SummaryWriter(str(folder / 'tensorboard'), purge_step=start + 1 if start else 0)
         wanted = os.environ.get('WANDB_API_KEY') or os.environ.get('WANDB_MODE')
         if wanted and importlib.util.find_spec('wandb') is not None:
             import wandb  # pyright: ignore[reportMissingImports]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -57,7 +58,8 @@ def end_told(run: Path) -> Iterator[None]:
         line = f'{how}, {time.monotonic() - began:.0f} s after the start'
         note(line)
         if int(os.environ.get('RANK', '0')) == 0:
-            with (run / 'ends.log').open('a') as file:
+            # a full disk must not change how the run ends
+            with contextlib.suppress(OSError), (run / 'ends.log').open('a') as file:
                 file.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {line}\n')
 
 

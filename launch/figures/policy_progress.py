@@ -39,6 +39,9 @@ class PolicyRecorder(Recorder):
         if not self._active:
             return
         draw_panels(self._picture_file, {PANELS[key]: [('', 'tab:blue', self._train, key)] for key in PANELS})
+        if not self._train:  # of a run that was over, whose figures were lost
+            self._end('policy         its figures are gone')
+            return
         last = self._train[-1]
         self._end(
             f'policy         KL {last["approx_kl"]:.4f} nats per token from the one that sampled, entropy '

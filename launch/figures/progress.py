@@ -36,7 +36,8 @@ class Recorder:
         self._weights_file = getattr(args, 'save_model', None) or args.save_weights
         if active:
             args.run.mkdir(parents=True, exist_ok=True)
-            self._go_on_with(self._figures_file.read_text().splitlines() if self._start else [])
+            there = self._start and self._figures_file.is_file()
+            self._go_on_with(self._figures_file.read_text(errors='replace').splitlines() if there else [])
             self._picture_file.unlink(missing_ok=True)
             quiet = not sys.stderr.isatty()
             self._bar = tqdm(
@@ -52,10 +53,11 @@ class Recorder:
             self._since = time.perf_counter()
 
     def _go_on_with(self, lines: list[str]) -> None:
-        """Takes up the figures of an earlier part of the run; the last line may have been cut by its end."""
-        known = [json.loads(line) for line in lines if line.endswith('}')]
-        known = [figures for figures in known if figures['step'] <= self._start]
-        self._figures_file.write_text(''.join(json.dumps(figures) + '\n' for figures in known))
+        """Takes up the figures of an earlier part of the run; a line may have been cut by its end."""
+        known = [figures for line in lines if (figures := _read(line)) and figures['step'] <= self._start]
+        aside = self._figures_file.with_suffix('.part')
+        aside.write_text(''.join(json.dumps(figures) + '\n' for figures in known))
+        aside.replace(self._figures_file)
         for figures in known:
             of_held_out = any(name.startswith('held_out') for name in figures)
             (self._held_out if of_held_out else self._train).append(figures)
@@ -85,7 +87,7 @@ class Recorder:
 
     def _keep(self, history: list[Figures], figures: Figures) -> None:
         self._since = time.perf_counter()
-        if self._start and figures['step'] <= self._start:
+        if any(figures['step'] == kept['step'] for kept in history):
             return  # it is there, from an earlier part of the run
         history.append(figures)
         with self._figures_file.open('a', encoding='utf-8') as file:
@@ -99,6 +101,15 @@ class Recorder:
         if self._weights_file is not None:
             lines.append(f'weights        {self._weights_file}')
         print('\n'.join(lines), flush=True)
+
+
+def _read(line: str) -> Figures | None:
+    """The figures of a line; None where it is none."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and 'step' in found else None
 
 
 class TextRecorder(Recorder):

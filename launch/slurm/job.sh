@@ -7,9 +7,10 @@ usage() {
     cat <<USAGE
 usage: sbatch [SBATCH OPTION...] launch/slurm/$1 [OPTION...] [-- OPTION OF launch/train.py...]
 
-  --dry-run                  print what would be run; works without SLURM, too:
+  --dry-run                  print what would be run, without checking the options behind --; works without SLURM, too:
                              SLURM_JOB_NODELIST='n[1-2]' SLURM_TASKS_PER_NODE='2(x2)' bash launch/slurm/$1 --dry-run
-  --script FILE              run this in place of launch/train.py, with what stands behind --
+  --script FILE              run this in place of launch/train.py, with what stands behind --; for a module -m, as in
+                             --script=-m -- twinkle_megatron.run --loss chunked_cross_entropy -- pretrain_gpt.py ...
   --cpu                      no rank sees a GPU
   --no-doctor                do not look at layout, versions, network and machines before launch/train.py starts
   --grace SECONDS            how long ranks may go on when the first of them has ended; default: 30

@@ -25,7 +25,8 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # Megatron 
 # Until Python has begun to listen, this signal ends nothing; the batch script says it again.
 trap '' USR1
 
-mode=${1:?agent, rank or run}
+[ $# -gt 1 ] || fail 'usage: task.sh agent COUNTS PROGRAM... | task.sh rank PROGRAM... | task.sh run PROGRAM...'
+mode=$1
 shift
 case $mode in
     agent)

@@ -24,6 +24,8 @@ def of_the_slice(inputs, outputs):
 def build(tp, pp, cp, vpp, ep):
     if FAULT == 'slow':
         time.sleep(60)
+    if FAULT == 'value':
+        raise ValueError('no such size')
     if FAULT == 'raises':
         raise KeyError('no such weights')
     config = TransformerConfig(

@@ -59,6 +59,12 @@ def test_the_first_tensor_that_differs_is_named(check, fault, layout, first):
     assert 'DIFFERENT, tolerance' in printed
 
 
+def test_a_loss_that_is_not_finite_in_both_is_told(check):
+    code, printed = check('--tp', '2', fault='nan')
+    assert code == 0, printed
+    assert 'the loss is not finite, neither here nor in one process; --locate says' in printed
+
+
 def test_what_is_not_finite_is_located(check):
     code, printed = check('--tp', '2', '--locate', '--top', '2', fault='nan')
     assert code == 1
@@ -74,8 +80,11 @@ def test_what_is_not_finite_is_located(check):
         ('chunks', [], 'must return a MegatronModel, got list'),
         ('budget', [], 'each layout packs by a budget differently'),
         ('raises', ['--tp', '2'], "KeyError: 'no such weights'"),
+        ('value', [], 'setup_model.py", line'),
         ('slow', ['--timeout', '1'], 'took longer than 1 s'),
-        ('', ['--tp', '0'], '--tp must be'),
+        ('', ['--tp', '0'], '--tp must be a whole number of at least 1, got 0'),
+        ('', ['--dp', '2', '--vpp', '2'], '--vpp 2 needs a pipeline: add --pp 2'),
+        ('', ['--ep', '4', '--cp', '2'], '--ep 4 must divide cp x dp = 2: take --dp 2 or a multiple'),
         ('', ['--tensor', '2'], 'unrecognized'),
     ],
 )

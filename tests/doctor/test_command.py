@@ -62,14 +62,14 @@ def test_help_and_a_wrong_call_import_no_torch():
     )
     run = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, timeout=30, cwd=ROOT)
     assert run.stdout.startswith('2 False\nusage: ')
-    assert '--tp must be a finite number > 0, got 0' in run.stderr
+    assert '--tp must be a whole number of at least 1, got 0' in run.stderr
 
 
 @pytest.mark.parametrize(
     ('arguments', 'says'),
     [
-        (['--tp', '-1'], '--tp must be a finite number > 0, got -1'),
-        (['--kv-heads', '0'], '--kv-heads must be a finite number > 0'),
+        (['--tp', '-1'], '--tp must be a whole number of at least 1, got -1'),
+        (['--kv-heads', '0'], '--kv-heads must be a whole number of at least 1'),
         (['--timeout', 'nan'], '--timeout must be a finite number > 0'),
         (['--timeout', '1e9'], '--timeout must be at most 86400 s, got 1e+09'),
         (['--tensor', '2'], 'unrecognized arguments: --tensor 2'),
@@ -83,6 +83,11 @@ def test_a_wrong_call_is_told_by_one_rank(capsys, rank, arguments, says):
     printed = capsys.readouterr()
     assert printed.out == ''
     assert (says in printed.err) == (rank == '0') == bool(printed.err)
+
+
+def test_a_rank_that_is_no_number_is_told(capsys):
+    assert command.main([], {'RANK': 'x', 'WORLD_SIZE': '2'}) == 2
+    assert "RANK must be a whole number, got 'x'" in capsys.readouterr().err
 
 
 def test_a_signal_ends_a_wait_for_a_master_without_a_traceback():

@@ -99,7 +99,7 @@ def test_of_many_bad_lines_the_first_are_shown_and_the_others_counted(tmp_path):
     ('make', 'message'),
     [
         (lambda path: None, 'does not exist'),
-        (lambda path: path.mkdir(), 'is a folder; DATA must name one file of JSON lines'),
+        (lambda path: path.mkdir(), 'is a folder; it must be one file of JSON lines'),
         (lambda path: path.touch(), 'has no line with a document'),
         (lambda path: path.write_text('\n \n'), 'has no line with a document'),
     ],

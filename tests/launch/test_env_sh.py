@@ -121,6 +121,23 @@ def test_outside_slurm_a_task_says_how_to_start_it() -> None:
     assert 'start this with srun' in done.stderr
 
 
+@pytest.mark.parametrize(
+    ('script', 'says'),
+    [
+        ('launch/slurm/task.sh', 'usage: task.sh agent COUNTS PROGRAM...'),
+        ('launch/local.sh', 'PYTHON=/no/python does not run'),
+    ],
+)
+def test_a_script_that_cannot_begin_says_why(script: str, says: str) -> None:
+    done = subprocess.run(
+        ['bash', str(REPOSITORY / script)],
+        env={'PATH': os.environ['PATH'], 'PYTHON': '/no/python'}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.count('\n') == 1
+
+
 @pytest.mark.parametrize('script', BATCH_SCRIPTS)
 def test_a_dry_run_shows_the_layout_and_quotes_options(script: str) -> None:
     layout = {'SLURM_JOB_NODELIST': 'n[1-2]', 'SLURM_TASKS_PER_NODE': '2,1', 'SLURM_JOB_ID': '3'}

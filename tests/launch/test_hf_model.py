@@ -243,7 +243,7 @@ def test_a_tokenizer_that_is_not_there_or_of_another_model_is_told(tmp_path, cap
 
 def test_a_missing_package_is_told_with_the_command_that_installs_it(checkpoint, capsys, monkeypatch):
     monkeypatch.setattr(hf_config, 'find_spec', lambda name: None if name == 'mbridge' else True)
-    message = "need mbridge, not installed here: pip install 'twinkle-megatron[hf]'"
+    message = "need mbridge, not installed here: pip install -e '.[hf]' in a checkout of"
     assert message in told(capsys, f'--model={checkpoint}')
 
 

@@ -43,6 +43,8 @@ BESIDE = '--teacher-weights FILE'
         ('--head lm', "argument --head: must be auto, logits or linear, got 'lm'"),
         ('--warmup 1', '--warmup must be a share of the steps below 1, got 1'),
         ('--name a/b', "--name must be the name of one folder, got 'a/b'"),
+        ('--name ..', "--name must be the name of one folder, got '..'"),
+        ('--name data', '--name must not be data, where runs keeps what was prepared'),
         ('--step 5', 'unrecognized arguments: --step 5'),
         ('--steps 5 --epochs 1', '--steps and --epochs say the same; give one of them'),
         ('--loss grpo', '--loss grpo needs --data FILE, the rollouts; docs/rollouts.md tells what it must hold'),

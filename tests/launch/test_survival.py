@@ -98,6 +98,55 @@ def begun_again(args, changes):
     return [*told, str(ended.value.code), str(none_left.value.code), *(path.name for path in folder.iterdir())]
 
 
+def ended_after_the_last_checkpoint(args, train):
+    """The last figures of a run, and of one that was ended between its last checkpoint and its end and went on."""
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    begun(args, train, StopSignals())
+    found = [(args.run / 'held_out.jsonl').read_text()]
+    args.resume = 'auto'
+    begun(args, train, StopSignals())
+    assert args.start == args.steps
+    return [*found, (args.run / 'held_out.jsonl').read_text()]
+
+
+@pytest.mark.parametrize('kind', ['dpo', 'infonce'])
+def test_a_run_that_goes_on_after_its_last_step_has_the_same_results(kind, policy_file, tmp_path):
+    module, lines, _ = KINDS[kind]
+    (tmp_path / 'data.jsonl').write_text(lines(range(40)))
+    options = [f'--loss={kind}', '--steps=2', '--save-every=2']
+    args = options_for(tmp_path / 'data.jsonl', policy_file, tmp_path, *options)
+    ((one, other),) = run_ranks(partial(ended_after_the_last_checkpoint, train=module.train), 1, args, timeout=120)
+    assert one == other
+
+
+def refused_and_gone_on(args, others):
+    """What refusals say, and whether they have changed a file of the run."""
+    parallel_state.initialize_model_parallel(args.tp, args.pp)
+    begun(args, policy.train, StopSignals())
+    args.resume = 'auto'
+    before = {path.name: path.read_bytes() for path in args.run.iterdir() if path.is_file()}
+    told = []
+    for other in others:
+        with pytest.raises(SystemExit) as ended:
+            begun(_with(args, other), policy.train, StopSignals())
+        told.append(str(ended.value.code))
+    assert {path.name: path.read_bytes() for path in args.run.iterdir() if path.is_file()} == before
+    (args.run / 'metrics.jsonl').write_bytes(b'\0\0{"step": 1')  # as a power cut leaves it
+    begun(args, policy.train, StopSignals())
+    return told
+
+
+def test_a_refusal_changes_nothing_and_damaged_figures_do_not_stop_a_run(policy_file, rollouts_file, tmp_path):
+    other_rollouts = tmp_path / 'other.jsonl'
+    head, first, second, *others = rollouts_file.read_text().splitlines()
+    other_rollouts.write_text('\n'.join([head, second, first, *others]))
+    args = options_for(rollouts_file, policy_file, tmp_path, '--steps=2', '--save-every=2', '--name=one')
+    data = options_for(other_rollouts, policy_file, tmp_path, '--steps=2').dataset
+    ((lr, contents),) = run_ranks(refused_and_gone_on, 1, args, [{'lr': 0.5}, {'dataset': data}])
+    assert 'was begun with --lr 0.001, got 0.5; go on with that' in lr
+    assert 'was begun with another --data: its contents are not those of the start' in contents
+
+
 def _with(args, change):
     copy = type(args)(**vars(args))
     for name, value in change.items():

@@ -129,6 +129,16 @@ def test_a_wrong_option_ends_the_run_before_a_process_is_started(tmp_path):
     assert run.stderr.endswith("error: argument --steps: must be a whole number of at least 1, got 'abc'\n")
 
 
+@pytest.mark.parametrize('place', ['file/w.npz', 'folder'])
+def test_weights_that_could_not_be_written_end_the_run_before_a_process_is_started(place, tmp_path):
+    (tmp_path / 'file').touch()
+    (tmp_path / 'folder').mkdir()
+    run = start('--save-weights', place, tmp_path=tmp_path)
+    assert run.returncode == 2
+    assert run.stderr.startswith('error: --save-weights')
+    assert 'Traceback' not in run.stderr
+
+
 def test_a_bad_pair_ends_the_run_before_a_process_is_started(policy_file, tmp_path):
     (tmp_path / 'p.jsonl').write_text(
         '{"prompt": "a", "chosen": "b", "rejected": "c"}\n{"prompt": "a", "chosen": "b"}\n'

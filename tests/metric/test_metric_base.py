@@ -185,7 +185,7 @@ def test_a_function_is_no_metric(given):
 
 
 def test_what_cannot_be_built_says_why():
-    with pytest.raises(ValueError, match="no argument 'Acuracy'; did you mean 'Accuracy'"):
+    with pytest.raises(ValueError, match=r"^there is no metric 'Acuracy'; did you mean 'Accuracy'"):
         build_metric('Acuracy')
     with pytest.raises(ValueError, match=r"LossMetric is an instance already and takes no \['scale'\]"):
         build_metric(LossMetric(), scale=1)

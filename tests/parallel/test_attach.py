@@ -243,7 +243,12 @@ def run_script(argv: list[str]) -> str:
     ('argv', 'says'),
     [
         (['--loss', 'cross_entropy'], 'after --'),
-        (['--loss', 'cross_entropyy', '--', SCRIPT], 'did you mean'),
+        ([SCRIPT, '--num-layers', '2'], 'after --'),
+        (['--los', 'dpo', '--', SCRIPT], 'unrecognized arguments: --los dpo'),
+        (['--loss', 'cross_entropyy', '--', SCRIPT], "--loss: there is no loss 'cross_entropyy'; did you mean"),
+        (['--loss', 'bogus', '--', SCRIPT], 'Known: ChunkedCrossEntropyLoss, CrossEntropyLoss\n'),
+        (['--metrics', 'bogus', '--', SCRIPT], "--metrics: there is no metric 'bogus'. Known: Accuracy, "),
+        (['--vocab-size', '0', '--', SCRIPT], '--vocab-size must be a whole number of at least 1, got 0'),
         (['--loss', 'dpo', '--', SCRIPT], 'MegatronModel.forward_backward'),
         (['--loss-arg', 'label_smoothing', '--', SCRIPT], 'NAME=VALUE'),
         (['--loss-arg', 'label_smoothng=0.1', '--', SCRIPT], "'label_smoothing'"),

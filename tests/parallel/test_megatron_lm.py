@@ -120,7 +120,7 @@ def test_arguments_stand_beside_those_that_the_script_adds():
         (['--twinkle-metrics', 'accuracy'], '--twinkle-metrics needs --twinkle-loss'),
         (['--twinkle-loss-arg', 'a=1'], '--twinkle-loss-arg needs --twinkle-loss'),
         (['--twinkle-loss', 'dpo'], 'MegatronModel.forward_backward'),
-        (['--twinkle-loss', 'cross_entropyy'], 'did you mean'),
+        (['--twinkle-loss', 'cross_entropyy'], "--twinkle-loss: there is no loss 'cross_entropyy'; did you mean"),
         (['--twinkle-loss', 'cross_entropy', '--twinkle-loss-arg', 'label_smoothng=1'], "'label_smoothing'"),
         (['--twinkle-loss', 'cross_entropy', '--twinkle-loss-arg', 'label_smoothing'], '--twinkle-loss-arg must be'),
         (['--twinkle-loss', 'cross_entropy', '--twinkle-every', '0'], 'every must be'),

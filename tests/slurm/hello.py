@@ -65,4 +65,6 @@ for name in ('SIGUSR1', 'SIGTERM'):
     signal.signal(
         getattr(signal, name), signal.SIG_IGN
     )  # one more while Python closes down would end it by that signal
+if total is not None:
+    dist.destroy_process_group()  # threads of gloo that are still there while Python closes down may abort it
 sys.exit(args.code)

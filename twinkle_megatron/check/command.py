@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..arguments import above_0
+from ..arguments import above_0, at_least_1
 from ..command_line import SIZES, Parser, add_sizes
 from .compare import compared
 from .processes import Failed, run_processes
@@ -64,14 +65,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str]) -> tuple[Options, bool]:
     """ValueError for a wrong call; prints the help and exits where it is asked for."""
     own = _parser().parse_args(list(argv))
-    for name in (*SIZES, 'dp', 'timeout', 'top'):
-        above_0(f'--{name}', getattr(own, name))
+    for name in (*SIZES, 'dp', 'top'):
+        at_least_1(f'--{name}', getattr(own, name))
+    above_0('--timeout', own.timeout)
     if own.tolerance is not None:
         above_0('--tolerance', own.tolerance)
     setup = Path(own.setup)
     if not setup.is_file():
         raise ValueError(f'there is no file {own.setup!r} in {Path.cwd()}; it has to define build(...) and batch(...)')
     sizes = {name: getattr(own, name) for name in SIZES}
+    if own.vpp > 1 and own.pp == 1:
+        raise ValueError(f'--vpp {own.vpp} needs a pipeline: add --pp 2 or more, or leave --vpp out')
+    among = own.cp * own.dp
+    if among % own.ep:
+        few = own.ep // math.gcd(own.ep, own.cp)
+        raise ValueError(f'--ep {own.ep} must divide cp x dp = {among}: take --dp {few} or a multiple, or another --ep')
     options = Options(setup, sizes, own.dp, own.device, own.tolerance, own.timeout, own.top)
     gpus = torch.cuda.device_count()
     if own.device == 'cuda' and options.world > gpus:
@@ -86,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
         'same weights, and reports the first tensor that differs. All processes run on this machine.',
         epilog='SETUP.py defines build(tp, pp, cp, vpp, ep), which returns a MegatronModel with its loss, and '
         'batch(dp_rank, dp_size), which returns the inputs of a replica, or (inputs, keywords), as for '
-        'forward_backward. docs/check.md has an example.',
+        'forward_backward. docs/check.md has an example. Exit code 0: the same numbers; 1: a difference, or with '
+        '--locate something that is not finite; 2: a wrong call, or a run that failed.',
         allow_abbrev=False,
     )
     parser.add_argument('setup', metavar='SETUP.py')

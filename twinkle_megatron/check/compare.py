@@ -54,6 +54,8 @@ class Report:
             largest = max(pair.difference for pair in found)
             lines.append(f'  {kind:14} {agree} of {len(found)} agree, largest relative difference {largest:.1e}')
         lines.append(f'  {"loss":14} {self.losses[0]:.9g} here, {self.losses[1]:.9g} in one process')
+        if not any(map(math.isfinite, self.losses)):
+            lines.append('the loss is not finite, neither here nor in one process; --locate says where it comes from')
         if self.unequal:
             lines.append(f'weights that must be alike are not: {self.unequal[0]}, and {len(self.unequal) - 1} more')
         if self.first is not None:

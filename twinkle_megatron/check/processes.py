@@ -86,11 +86,17 @@ def _rank(rank: int, what: str, options: Any, folder: Path, world: int, port: in
         dist.destroy_process_group()
     except BaseException as error:
         text = str(error)
-        if not isinstance(error, ValueError):  # of this package, for whoever reads; others need their place
+        if not _is_told_by_us(error):  # others need their place
             text = ''.join(traceback.format_exception(error)).rstrip()
         (folder / f'error-{rank}.txt').write_text(f'{text}' if world == 1 else f'on rank {rank}: {text}')
         sys.stdout.flush()
         os._exit(1)
+
+
+def _is_told_by_us(error: BaseException) -> bool:
+    """Whether it is a message of this package for whoever reads, raised here and not in the setup file."""
+    raised = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and Path(raised[-1].filename).is_relative_to(Path(__file__).parents[1])
 
 
 def _exit(number: int, frame: Any) -> None:

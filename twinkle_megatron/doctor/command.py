@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..arguments import above_0
+from ..arguments import above_0, at_least_1
 from ..command_line import Parser, add_sizes
 from .join import Place, Unreached, meet, place_of
 from .layout import Layout
@@ -22,7 +22,8 @@ LONGEST = 24 * 3600
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
     """0: no line fails; 1: one does, and says how to mend it; 2: a wrong call. The same on every rank."""
-    speaks = environ.get('RANK', environ.get('SLURM_PROCID', '0')) == '0'
+    rank = environ.get('RANK', environ.get('SLURM_PROCID', '0'))
+    speaks = rank == '0' or not rank.isdecimal()
     try:
         layout, place, options = parse(sys.argv[1:] if argv is None else argv, environ, speaks)
     except ValueError as error:
@@ -61,9 +62,10 @@ def parse(
         parser.print_help = lambda file=None: None
     options = parser.parse_args(list(argv))
     sizes: dict[str, Any] = {field.name: getattr(options, field.name) for field in fields(Layout)}
-    for name, value in (*sizes.items(), ('timeout', options.timeout)):
+    for name, value in sizes.items():
         if value is not None:
-            above_0('--' + name.replace('_', '-'), value)
+            at_least_1('--' + name.replace('_', '-'), value)
+    above_0('--timeout', options.timeout)
     if options.timeout > LONGEST:
         raise ValueError(f'--timeout must be at most {LONGEST} s, got {options.timeout:g}')
     for path in options.path:

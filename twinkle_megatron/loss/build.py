@@ -26,7 +26,7 @@ def build_loss(loss: Any, **init: Any) -> Callable[..., Any]:
     ValueError for an unknown name, for `init` beside what is made already, and for reduction 'none'.
     """
     if isinstance(loss, str):
-        loss = by_name(loss, LOSSES, 'twinkle_megatron.loss')
+        loss = by_name(loss, LOSSES, 'loss')
     if isinstance(loss, type):
         loss = loss(**init)
     elif init:

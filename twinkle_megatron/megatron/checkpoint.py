@@ -31,6 +31,7 @@ from ..groups import Groups, raise_together
 from .checkpoint_files import (
     FORMAT,
     MANIFEST,
+    STATE,
     choose,
     drop_all_but,
     fault_of,
@@ -46,7 +47,7 @@ from .optimizer import is_megatron
 
 __all__ = ['Training', 'latest_step', 'load_checkpoint', 'save_checkpoint']
 
-_STATE, _MEGATRON = 'state.pt', 'megatron'
+_MEGATRON = 'megatron'
 _NAMED = 4
 """Parameters that an error names."""
 
@@ -92,7 +93,7 @@ def save_checkpoint(
             write(part / training.own_file, own)
             if _first():
                 scheduler = None if training.scheduler is None else training.scheduler.state_dict()
-                write(part / _STATE, {'scheduler': scheduler, 'state': dict(state or {})})
+                write(part / STATE, {'scheduler': scheduler, 'state': dict(state or {})})
         with _weights_gathered(training.chunks):
             with _together(groups):
                 sharded = sharded_state(training, loading=False)
@@ -151,7 +152,7 @@ def load_checkpoint(
         _check_vocab_size(manifest, training)
         if not weights_only:
             _check_parts(manifest, training, same_layout)
-        common = torch.load(path / _STATE, map_location='cpu', weights_only=True)
+        common = torch.load(path / STATE, map_location='cpu', weights_only=True)
         own = None
         if same_layout and not weights_only:
             own = torch.load(path / training.own_file, map_location='cpu', weights_only=True)

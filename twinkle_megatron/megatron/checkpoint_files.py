@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 FORMAT = 1
-MANIFEST = 'manifest.json'
+MANIFEST, STATE = 'manifest.json', 'state.pt'
+OF_CALLER = 'of_caller'
+"""Where `MegatronModel.save` keeps the state that it was given."""
 _COMPLETE = re.compile(r'step-(\d{8,})')
 _REPLACED = re.compile(r'\.step-(\d{8,})\.replaced')
 
@@ -76,6 +78,11 @@ def choose(folder: Path, step: int | None) -> Path:
             return found[number]
         faults.append(f'{found[number]} is not complete: {fault}')
     raise ValueError('; '.join(faults) or f'there is no complete checkpoint in {folder}')
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """The `state` that `MegatronModel.save` was given, without loading the model."""
+    return torch.load(path / STATE, map_location='cpu', weights_only=True)['state'][OF_CALLER]
 
 
 def sweep(folder: Path) -> None:

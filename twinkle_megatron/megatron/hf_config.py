@@ -20,7 +20,8 @@ def check_extra() -> None:
     lacks = [name for name in ('mbridge', 'transformers', 'safetensors', 'einops') if find_spec(name) is None]
     if lacks:
         raise ImportError(
-            f"Hugging Face checkpoints need {', '.join(lacks)}, not installed here: pip install 'twinkle-megatron[hf]'"
+            f"Hugging Face checkpoints need {', '.join(lacks)}, not installed here: pip install -e '.[hf]' in a "
+            'checkout of twinkle-megatron'
         )
 
 

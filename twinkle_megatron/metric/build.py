@@ -29,7 +29,7 @@ def build_metric(metric: Any, device_mesh: Any = None, process_group: Any = None
     beside an instance.
     """
     if isinstance(metric, str):
-        metric = by_name(metric, METRICS, 'twinkle_megatron.metric')
+        metric = by_name(metric, METRICS, 'metric')
     if not all(callable(getattr(metric, name, None)) for name in ('accumulate', 'calculate', 'reset')):
         raise ValueError(
             'metric must be a Metric class, an instance or a name, because it needs accumulate, calculate and reset, '
