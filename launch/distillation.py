@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
 
     recorder = DistillationRecorder(args, batches.teacher_loss(), active=dist.get_rank() == 0)
     recorder.held_out(0, measured(model, batches.held_out(), divergence))
-    for step, chosen in survival.steps(model, orders(len(known.train), args), args, stop):
+    for step, chosen in survival.steps(model, orders(len(known.train), args), args, stop, clock=recorder.clock):
         model.set_loss(loss)
         inputs, teacher = batches.train(chosen)
         model.forward_backward(inputs=inputs, **(teacher if loss is divergence else {}))

@@ -36,7 +36,7 @@ def start_of(args: argparse.Namespace) -> int:
     if args.resume != 'auto':
         raise ValueError(
             f'{folder} has checkpoints of an earlier run, the last of step {max(found)}: --resume auto goes on from '
-            'there; to begin anew give the run another --name, or remove that folder'
+            'there; to begin anew give the run another --name, or move that folder away'
         )
     return step_of(choose(folder, None))
 

@@ -38,7 +38,8 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
     recorder.held_out(0, before)
     tokens = survival.Tally()
     # A group that came twice in a step would be its own negative.
-    for step, chosen in survival.steps(model, orders(len(data.train), args, distinct=True), args, stop, tokens=tokens):
+    order, parts = orders(len(data.train), args, distinct=True), {'tokens': tokens, 'clock': recorder.clock}
+    for step, chosen in survival.steps(model, order, args, stop, **parts):
         mine = share_of_replica(chosen, args)
         model.forward_backward(inputs=micro_batches(data.train, mine, args.packed))
         model.clip_grad_and_step(args.clip_grad)

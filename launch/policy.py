@@ -60,7 +60,8 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
         everything = share_of_replica(torch.arange(len(data)), args)
         reference = log_probs(lambda inputs: model.forward_only(inputs=inputs)['logps'], model, data, everything)
     tokens = survival.Tally()
-    for step, chosen in survival.steps(model, orders(len(data), args), args, stop, tokens=tokens, rewards=rewards):
+    parts = {'tokens': tokens, 'rewards': rewards, 'clock': recorder.clock}
+    for step, chosen in survival.steps(model, orders(len(data), args), args, stop, **parts):
         mine = share_of_replica(chosen, args)
         numbers = torch.cat(mine).tolist()
         extra: dict[str, Any] = {'advantages': advantages[numbers], 'old_logps': [data.old_logps[i] for i in numbers]}

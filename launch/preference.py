@@ -52,7 +52,8 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
     recorder.start(sums(held_out))
     after = None
     tokens = survival.Tally()
-    for step, chosen in survival.steps(model, orders(len(data.train) // 2, args), args, stop, tokens=tokens):
+    parts = {'tokens': tokens, 'clock': recorder.clock}
+    for step, chosen in survival.steps(model, orders(len(data.train) // 2, args), args, stop, **parts):
         mine = responses_of_replica(chosen, args)
         given: dict[str, Any] = {} if trained is None else {'ref_logps': in_order(trained, mine)}
         model.forward_backward(inputs=micro_batches(data.train, mine, args.packed), **given)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from launch.datasets.fingerprint import fingerprint
 from launch.earlier import PATIENCE, folder_of, hold, start_of
+from launch.figures.progress import Clock
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.megatron.checkpoint_files import choose, state_of
 from twinkle_megatron.survive import AGAIN, StopSignals, Watchdog
@@ -117,7 +118,7 @@ def steps(
 
     Args:
         parts: what else has a state of its own on each rank, with `state_dict` and `load_state_dict`. In another layout
-            only a `Tally`, which is the same on every rank, goes on.
+            only a `Tally`, which is the same on every rank, and the first rank's `Clock` go on.
     """
     if args.start:
         _load(model, args, parts)
@@ -162,7 +163,7 @@ def _load(model: MegatronModel, args: argparse.Namespace, parts: dict[str, Any])
     same_layout = state['layout'] == _layout(args)
     for name, part in parts.items():
         of_ranks = state['parts'][name]
-        if same_layout or isinstance(part, Tally):
+        if same_layout or isinstance(part, (Tally, Clock)):
             part.load_state_dict(of_ranks[dist.get_rank() if same_layout else 0])
     if dist.get_rank() == 0:
         print(f'goes on after step {args.start} of {args.steps}, from {folder_of(args)}', flush=True)

@@ -70,7 +70,7 @@ def train(args: argparse.Namespace, stop: StopSignals) -> None:
 
     recorder = TextRecorder(args, dataset.unigram_nats, active=dist.get_rank() == 0)
     recorder.held_out(0, evaluate(model, dataset.held_out, args))
-    for step, chosen in survival.steps(model, orders(len(dataset.train), args), args, stop):
+    for step, chosen in survival.steps(model, orders(len(dataset.train), args), args, stop, clock=recorder.clock):
         model.forward_backward(inputs=micro_batches(dataset.train, chosen, args))
         model.clip_grad_and_step(args.clip_grad)
         recorder.step()

@@ -16,6 +16,26 @@ from launch.figures.boards import Boards
 Figures = dict[str, Any]
 
 
+class Clock:
+    """Seconds since it was last started, which go on with the run."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self._since = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._since
+
+    def state_dict(self) -> dict[str, Any]:
+        return {'seconds': self.seconds}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self._since = time.perf_counter() - kept['seconds']
+
+
 class Recorder:
     """What recorders of any training do. On processes that are not `active` every method does nothing.
 
@@ -24,6 +44,8 @@ class Recorder:
             the step `args.start`, after which this one goes on.
         picture: name of the picture that is drawn at the end.
         active: one process of the run, usually rank 0.
+
+    `clock` measures the speed since the last figures; it has a state to be kept in checkpoints.
     """
 
     def __init__(self, args: argparse.Namespace, picture: str, *, active: bool) -> None:
@@ -50,7 +72,7 @@ class Recorder:
                 dynamic_ncols=True,
             )
             self._boards = Boards(args.run, self._start, vars(args))
-            self._since = time.perf_counter()
+        self.clock = Clock()
 
     def _go_on_with(self, lines: list[str]) -> None:
         """Takes up the figures of an earlier part of the run; a line may have been cut by its end."""
@@ -69,7 +91,7 @@ class Recorder:
 
     def _of_training(self, values: dict[str, float]) -> Figures:
         """What is the same for every training, over what came since the last call."""
-        speed = values['total_tokens'] / (time.perf_counter() - self._since)
+        speed = values['total_tokens'] / self.clock.seconds
         return {
             'grad_norm': values.get('grad_norm', 0.0),
             'learning_rate': values['lr'],
@@ -86,7 +108,7 @@ class Recorder:
         sys.stdout.flush()
 
     def _keep(self, history: list[Figures], figures: Figures) -> None:
-        self._since = time.perf_counter()
+        self.clock.start()
         if any(figures['step'] == kept['step'] for kept in history):
             return  # it is there, from an earlier part of the run
         history.append(figures)

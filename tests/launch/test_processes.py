@@ -12,7 +12,7 @@ import pytest
 
 from twinkle_megatron.survive import AGAIN
 
-RANK = """
+RANK = r"""
 import os, signal, sys, time
 told = []
 for number in (signal.SIGTERM, signal.SIGUSR1):

@@ -8,7 +8,7 @@ import numpy as np
 from launch.figures.distillation_progress import DistillationRecorder
 from launch.figures.policy_progress import PolicyRecorder
 from launch.figures.preference_progress import PreferenceRecorder
-from launch.figures.progress import TextRecorder
+from launch.figures.progress import Clock, TextRecorder
 
 TRAIN = {'loss': 5.5, 'accuracy': 0.25, 'grad_norm': 0.5, 'lr': 1e-3, 'total_tokens': 100.0, 'elapsed_seconds': 2.0}
 PNG = b'\x89PNG\r\n\x1a\n'
@@ -145,3 +145,12 @@ def test_distillation_shows_divergence_and_loss_and_ends_with_both(tmp_path, cap
         assert lines[1].get('divergence_nats') == (0.5 if loss == 'gkd' else None)
         assert lines[1]['train_loss_nats'] == 6.5
         assert (args.run / 'distillation.png').read_bytes().startswith(PNG)
+
+
+def test_the_clock_of_a_run_goes_on():
+    clock, later = Clock(), Clock()
+    later.load_state_dict({'seconds': 100.0})
+    assert 100 <= later.seconds < 200
+    assert clock.state_dict()['seconds'] < 100
+    later.start()
+    assert later.seconds < 100

@@ -92,7 +92,7 @@ def sweep(folder: Path) -> None:
         if match and not (folder / f'step-{match[1]}').exists():
             path.rename(folder / f'step-{match[1]}')
         elif match or re.fullmatch(r'\.step-\d{8,}\.part-.*', path.name):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # what is left of it does no harm
 
 
 def write(path: Path, value: Any) -> None:
@@ -121,6 +121,8 @@ def publish(part: Path, folder: Path, manifest: dict[str, Any]) -> None:
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
+    for inner in (path for path in part.rglob('*') if path.is_dir()):
+        _sync(inner)
     _sync(part)
     target = folder / name_of(manifest['step'])
     replaced = folder / f'.{target.name}.replaced'
@@ -137,7 +139,7 @@ def drop_all_but(keep: int, folder: Path, step: int) -> None:
     for path in complete[:-keep]:
         gone = folder / f'.{path.name}.part-removed'
         path.rename(gone)  # at once, so that none is ever there in part
-        shutil.rmtree(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:
