@@ -31,6 +31,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from twinkle_megatron.survive import leave
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
@@ -274,3 +276,4 @@ def _rank(rank: int, rank_main: Callable[..., Any], args: argparse.Namespace, po
     if rank == 0 and args.json:
         Path(args.json).write_text(json.dumps(record, indent=1))
     dist.destroy_process_group()
+    leave()

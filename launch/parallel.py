@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 
 from twinkle_megatron import MegatronModel
 from twinkle_megatron.megatron import cpu
+from twinkle_megatron.survive import leave
 
 
 def start_processes(args: argparse.Namespace) -> None:
@@ -28,11 +30,11 @@ def start_processes(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(args.tp, args.pp)
 
 
-def stop_processes() -> None:
-    """Waits for the others and leaves: threads of gloo that are still there while Python closes down may abort it."""
+def stop_processes(code: int = 0) -> NoReturn:
+    """Waits for the others and ends with this exit code."""
     dist.barrier()
-    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    leave(code)
 
 
 def orders(samples: int, args: argparse.Namespace, distinct: bool = False) -> Iterator[torch.Tensor]:

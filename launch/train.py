@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import sys
 
 import torch
 import torch.distributed as dist
@@ -53,8 +52,7 @@ def main() -> None:
     else:
         code = 0
     stop.ignore()
-    stop_processes()
-    sys.exit(code)
+    stop_processes(code)
 
 
 def train(args: argparse.Namespace, stop: StopSignals) -> None:

@@ -115,3 +115,12 @@ def test_a_watchdog_that_hears_of_steps_lets_them_go_on():
             time.sleep(0.1)
     with pytest.raises(ValueError, match='seconds must be'):
         Watchdog(0)
+
+
+def test_a_process_that_leaves_writes_what_it_has_and_runs_what_was_registered():
+    code = (
+        'import atexit, logging, sys\nfrom twinkle_megatron.survive import leave\n'
+        'atexit.register(lambda: print("at exit"))\nprint("said", end=" ")\nleave(85)\nprint("never")\n'
+    )
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (85, 'said at exit\n')

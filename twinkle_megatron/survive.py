@@ -8,13 +8,15 @@
             model.clip_grad_and_step()
             if stop.agreed():                     # the same on every rank
                 model.save(folder, state=..., keep=2)
-                sys.exit(AGAIN)
+                leave(AGAIN)
 
 `launch/train.py` does this; see docs/slurm.md.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
 import signal
 import sys
@@ -23,11 +25,12 @@ import time
 import traceback
 from collections.abc import Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from . import leaving
 from .arguments import above_0
 from .groups import Groups, group_device
 
@@ -35,6 +38,18 @@ AGAIN = 85
 """Exit code of a process that has saved and wants to be started again."""
 HUNG = 86
 """Exit code of a process that waited too long."""
+
+
+def leave(code: int = 0) -> NoReturn:
+    """Ends this process with that exit code, at once: what was registered for its exit runs, logs and output are
+    written, but Python is not taken apart.
+
+    While it is, a thread of gloo that is still there can abort the process, which then ends by SIGABRT (134) although
+    all was done. It is seldom, but a job that meant to come back would not.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    leaving.leave(code)
 
 
 class StopSignals:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..leaving import leave
 from .command import listen, main
-from .report import leave
 
 if __name__ == '__main__':
     listen()

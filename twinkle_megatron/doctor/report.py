@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
+
+from ..leaving import leave
 
 OK, WARN, FAIL = 'ok', 'warn', 'FAIL'
 
@@ -82,14 +83,6 @@ class Report:
     def leave(self) -> NoReturn:
         """Ends this process at once with the exit code: a collective that hangs would keep it otherwise."""
         leave(self.exit_code)
-
-
-def leave(code: int) -> NoReturn:
-    """Ends the process without waiting for threads."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # closed from the start
-            stream.flush()
-    os._exit(code)
 
 
 def span(ranks: Iterable[int]) -> str:
