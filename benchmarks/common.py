@@ -31,8 +31,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from twinkle_megatron.survive import leave
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
@@ -276,4 +274,6 @@ def _rank(rank: int, rank_main: Callable[..., Any], args: argparse.Namespace, po
     if rank == 0 and args.json:
         Path(args.json).write_text(json.dumps(record, indent=1))
     dist.destroy_process_group()
+    from twinkle_megatron.survive import leave  # found by the path above
+
     leave()

@@ -23,22 +23,29 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def start_of(args: argparse.Namespace) -> int:
-    """The step that the run goes on after; 0: from the beginning. Checkpoints are never removed: ValueError where there
-    are some and `args.resume` is not 'auto', and where none of them is complete."""
+    """The step that the run goes on after; 0: from the beginning. ValueError as of `checkpoint_of`."""
+    found = checkpoint_of(args)
+    return 0 if found is None else found[0]
+
+
+def checkpoint_of(args: argparse.Namespace) -> tuple[int, Path] | None:
+    """The step and the folder of the checkpoint that the run goes on from. Checkpoints are never removed: ValueError
+    where there are some and `args.resume` is not 'auto', and where none of them is complete."""
     folder = folder_of(args)
     if not folder.is_dir():
-        return 0
-    from twinkle_megatron.megatron.checkpoint_files import choose, find, step_of  # imports torch
+        return None
+    from twinkle_megatron.megatron.checkpoint_files import choose, find  # imports torch
 
     found = find(folder)
     if not found:
-        return 0
+        return None
     if args.resume != 'auto':
         raise ValueError(
             f'{folder} has checkpoints of an earlier run, the last of step {max(found)}: --resume auto goes on from '
             'there; to begin anew give the run another --name, or move that folder away'
         )
-    return step_of(choose(folder, None))
+    chosen = choose(folder, None)
+    return next((step, path) for step, path in found.items() if path == chosen)
 
 
 def hold(run: Path, patience: float = PATIENCE) -> None:

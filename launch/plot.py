@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.figures.progress import Curve, draw_panels
+from launch.figures.progress import Curve, draw_panels, read_figures
 
 USUAL = ('train_loss_nats', 'held_out_loss_nats', 'loss', 'held_out_loss', 'reward', 'grad_norm')
 
@@ -76,12 +76,11 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 def _figures(line: str, where: str) -> dict[str, Any]:
     try:
-        figures = json.loads(line)
-    except ValueError as error:
+        return read_figures(line)
+    except json.JSONDecodeError as error:
         raise ValueError(f'{where} is not JSON: {error}') from None
-    if not isinstance(figures, dict) or 'step' not in figures:
-        raise ValueError(f'{where} must be an object of figures with a "step", got {line[:40]}')
-    return figures
+    except ValueError as error:
+        raise ValueError(f'{where} {error}') from None
 
 
 def chosen(found: dict[Path, list[dict[str, Any]]], keys: Sequence[str] | None) -> list[str]:

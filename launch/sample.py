@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from launch import gpt, options, weights
 from launch.parallel import start_processes, stop_processes
 from launch.sampling import Completion, sample_completions
+from launch.whole_file import whole_file
 from twinkle_megatron import MegatronModel
 
 MICRO_BATCH = 128
@@ -71,13 +71,11 @@ def run(job: dict[str, Any], model: MegatronModel) -> None:
 
 def write(path: Path, prompts: list[list[int]], completions: list[Completion], temperature: float, n: int) -> None:
     """The rollouts of these prompts, `n` each, without rewards. All of the file or nothing."""
-    aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
-    with aside.open('w', encoding='utf-8') as file:
+    with whole_file(path) as file:
         file.write(json.dumps({'temperature': temperature, 'num_generations': n}) + '\n')
         for i, completion in enumerate(completions):
             found = {'prompt': prompts[i // n], 'completion': completion.tokens, 'old_logps': completion.log_probs}
             file.write(json.dumps(found | {'group': i // n}) + '\n')
-    aside.replace(path)
 
 
 def _every(seconds: float) -> Callable[[str], None]:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from launch.datasets.fingerprint import fingerprint
-from launch.earlier import PATIENCE, folder_of, hold, start_of
+from launch.earlier import PATIENCE, checkpoint_of, folder_of, hold
 from launch.figures.progress import Clock
+from launch.whole_file import whole_file
 from twinkle_megatron import MegatronModel
-from twinkle_megatron.megatron.checkpoint_files import choose, state_of
+from twinkle_megatron.megatron.checkpoint_files import state_of
 from twinkle_megatron.survive import AGAIN, StopSignals, Watchdog
 
 FILES = ('dataset', 'init_weights', 'teacher_weights')
@@ -59,9 +60,10 @@ def find_start(args: argparse.Namespace) -> int:
     if dist.get_rank() == 0:
         try:
             hold(args.run, min(PATIENCE, args.hang_timeout))
-            found[0] = start_of(args)
-            if found[0]:
-                _check_same(state_of(choose(folder_of(args), found[0]))['of_run'], args)
+            earlier = checkpoint_of(args)
+            if earlier is not None:
+                found[0], path = earlier
+                _check_same(state_of(path)['of_run'], args)
             _save_options(args)
         except (ValueError, OSError) as refused:
             found[1] = str(refused)
@@ -102,9 +104,8 @@ def _check_same(before: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def _save_options(args: argparse.Namespace) -> None:
-    aside = args.run / '.options.json'
-    aside.write_text(json.dumps(vars(args), default=str, indent=1) + '\n')
-    aside.replace(args.run / 'options.json')
+    with whole_file(args.run / 'options.json') as file:
+        file.write(json.dumps(vars(args), default=str, indent=1) + '\n')
 
 
 def steps(
@@ -120,6 +121,7 @@ def steps(
         parts: what else has a state of its own on each rank, with `state_dict` and `load_state_dict`. In another layout
             only a `Tally`, which is the same on every rank, and the first rank's `Clock` go on.
     """
+    of_run = _of_run(args) if dist.get_rank() == 0 else {}  # what rank 0 saves is kept
     if args.start:
         _load(model, args, parts)
     with Watchdog(args.hang_timeout, model.groups) as watchdog:
@@ -131,23 +133,21 @@ def steps(
             ends = stop.agreed() and step < args.steps
             if ends or (args.save_every and step % args.save_every == 0):
                 watchdog.beat(f'the save after step {step}')
-                _save(model, args, parts)
+                _save(model, args, of_run, parts)
             if ends:
-                _end(step, args, stop)
+                _end(step, args)
 
 
-def _end(step: int, args: argparse.Namespace, stop: StopSignals) -> None:
-    stop.ignore()
+def _end(step: int, args: argparse.Namespace) -> NoReturn:
     if dist.get_rank() == 0:
         told = f'stopped after step {step} of {args.steps}, saved in {folder_of(args)}'
         print(f'{told}; the same command with --resume auto goes on', flush=True)
-    dist.barrier()
     sys.exit(AGAIN)
 
 
-def _save(model: MegatronModel, args: argparse.Namespace, parts: dict[str, Any]) -> None:
+def _save(model: MegatronModel, args: argparse.Namespace, of_run: dict[str, Any], parts: dict[str, Any]) -> None:
     of_ranks = {name: model.groups.gather_objects(part.state_dict()) for name, part in parts.items()}
-    state = {'of_run': _of_run(args), 'layout': _layout(args), 'parts': of_ranks}
+    state = {'of_run': of_run, 'layout': _layout(args), 'parts': of_ranks}
     model.save(folder_of(args), state=state, keep=args.keep)
 
 

@@ -6,7 +6,6 @@ It is a `.npz` of float32 arrays, with what a later run must know beside: the si
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.datasets.about import About
+from launch.whole_file import whole_file
 
 _ABOUT = 'about'
 
@@ -22,13 +22,8 @@ _ABOUT = 'about'
 def save(path: Path, tensors: Mapping[str, np.ndarray], about: About) -> None:
     """Writes the file, all of it or nothing: an interrupted run leaves the one that was there before."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f'.{path.name}.{os.getpid()}.part')
-    try:
-        with aside.open('wb') as file:
-            np.savez(file, allow_pickle=False, **{_ABOUT: np.array(json.dumps(asdict(about))), **tensors})
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with whole_file(path, 'wb') as file:
+        np.savez(file, allow_pickle=False, **{_ABOUT: np.array(json.dumps(asdict(about))), **tensors})
 
 
 def read_about(path: Path) -> About:

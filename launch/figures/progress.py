@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from launch.figures.boards import Boards
+from launch.whole_file import whole_file
 
 Figures = dict[str, Any]
 
@@ -76,10 +78,13 @@ class Recorder:
 
     def _go_on_with(self, lines: list[str]) -> None:
         """Takes up the figures of an earlier part of the run; a line may have been cut by its end."""
-        known = [figures for line in lines if (figures := _read(line)) and figures['step'] <= self._start]
-        aside = self._figures_file.with_suffix('.part')
-        aside.write_text(''.join(json.dumps(figures) + '\n' for figures in known))
-        aside.replace(self._figures_file)
+        known = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                known.append(read_figures(line))
+        known = [figures for figures in known if figures['step'] <= self._start]
+        with whole_file(self._figures_file) as file:
+            file.writelines(json.dumps(figures) + '\n' for figures in known)
         for figures in known:
             of_held_out = any(name.startswith('held_out') for name in figures)
             (self._held_out if of_held_out else self._train).append(figures)
@@ -125,13 +130,12 @@ class Recorder:
         print('\n'.join(lines), flush=True)
 
 
-def _read(line: str) -> Figures | None:
-    """The figures of a line; None where it is none."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and 'step' in found else None
+def read_figures(line: str) -> Figures:
+    """Those of a line of metrics.jsonl. ValueError where it has none, of which JSONDecodeError is one."""
+    figures = json.loads(line)
+    if not isinstance(figures, dict) or 'step' not in figures:
+        raise ValueError(f'must be an object of figures with a "step", got {line[:40]}')
+    return figures
 
 
 class TextRecorder(Recorder):

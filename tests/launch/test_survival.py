@@ -27,9 +27,6 @@ class After:
         self._left -= 1
         return self._left == 0
 
-    def ignore(self):
-        """There is nothing to ignore."""
-
 
 def begun(args, train, stop):
     args.start = survival.find_start(args)

@@ -92,7 +92,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
     started = context.Event()
     all_started = context.Barrier(n, action=started.set)
     ranks = []
-    gc.freeze()
+    gc.freeze()  # a collection in a rank would copy every page that it looks at
     try:
         for rank, (_, writer) in enumerate(pipes):
             inherited = [end for pipe in pipes for end in pipe if end is not writer] if DEVICE == 'cpu' else []
@@ -105,6 +105,7 @@ def run_ranks(fn: Callable[..., Any], n: int, *args: Any, timeout: float = 60, c
         outcomes = _collect(readers, ranks, started, folder, timeout, collect_errors)
     finally:
         _end(ranks)
+        gc.unfreeze()
         for reader, _ in pipes:
             reader.close()
         shutil.rmtree(folder, ignore_errors=True)

@@ -34,11 +34,6 @@ def find(folder: Path) -> dict[int, Path]:
     return found | {int(match[1]): path for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))}
 
 
-def step_of(path: Path) -> int:
-    """That of a checkpoint which `find` has found."""
-    return int(path.name.removeprefix('.').removesuffix('.replaced').removeprefix('step-'))
-
-
 def fault_of(path: Path) -> str | None:
     """Why a checkpoint is not complete; None: it is."""
     try:
