@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 import types
 from argparse import Namespace
 from pathlib import Path
@@ -31,6 +32,7 @@ def test_tensorboard_has_each_figure_once_where_a_run_goes_on(tmp_path):
     for step in (1, 2, 3):
         board.write({'step': step, 'loss': 1.0 * step, 'kind': 'text'})
     board.close()
+    time.sleep(1.1)  # TensorBoard reads files by their names, which have seconds, then a number: 10 before 9
     board = Boards(tmp_path, 2, {})  # the third step was lost
     board.write({'step': 3, 'loss': 30.0})
     board.close()
